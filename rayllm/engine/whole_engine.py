@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from collections import deque
 from collections.abc import AsyncGenerator
 
 from msgspec.structs import replace
@@ -34,6 +35,7 @@ class WholeEngine:
         # Requests with stop strings: their text decides when they end.
         self._through: set[str] = set()
         self._buffer = DeltaBuffer(self._through)
+        self._left: deque[str] = deque()  # requests that were aborted, of which the buffer may hold something
         self._outputs: dict[str, asyncio.Queue[RequestOutput | Exception]] = {}
         self._numbers = itertools.count(1)
         self._driver = EngineDriver(core)
@@ -83,6 +85,7 @@ class WholeEngine:
             del self._outputs[request_id]
             self._through.discard(request_id)
             if self._processor.remove(request_id):
+                self._left.append(request_id)
                 self._driver.abort(self, [Abort(request_id)])
 
     def forget(self, key_id: str) -> None:
@@ -97,7 +100,9 @@ class WholeEngine:
 
     def deliver(self, deltas: list[TokenDelta]) -> None:
         """Keep the deltas of a step, or pass on what has ended."""
-        ready = self._buffer.merge(deltas)
+        while self._left:
+            self._buffer.forget(self._left.popleft())
+        ready = self._buffer.merge([delta for delta in deltas if delta.request_id in self._outputs])
         for delta in deltas:
             if delta.bad_param is not None:
                 self._buffer.forget(delta.request_id)

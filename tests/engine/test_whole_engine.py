@@ -125,3 +125,24 @@ def test_a_buffer_joins_deltas_and_passes_on_what_has_no_tokens():
     assert buffer.merge([last]) == [TokenDelta("a", 0, [1, 2]), last]
     end = TokenDelta("b", 0, [6], finish_reason="stop")
     assert buffer.merge([end]) == [end]
+
+
+def test_nothing_is_kept_of_an_aborted_request():
+    async def check():
+        core = FakeCore(gated=True)
+        async with engine_on(core) as engine:
+            task = asyncio.create_task(outputs_of(engine, fake_request("a", max_tokens=10_000)))
+            core.allow(3)
+            await asyncio.to_thread(wait_for, lambda: engine._buffer._held)
+            task.cancel()
+
+            def has_ended():
+                core.allow()
+                return not core.live()
+
+            await asyncio.to_thread(wait_for, has_ended)
+            core.allow(1000)
+            await outputs_of(engine, fake_request("b"))
+            assert not engine._buffer._held
+
+    asyncio.run(check())
