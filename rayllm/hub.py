@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from rayllm.config import lora
-from rayllm.config.model_folder import WEIGHTS_INDEX, indexed_weights
+from rayllm.config.model_folder import WEIGHTS, WEIGHTS_INDEX, indexed_weights
 from rayllm.config.options import EngineConfig, ModelConfig, is_hub_name
 from rayllm.config.resolved import MAX_GPUS, resolve
 from rayllm.errors import ConfigError, ModelError, RayllmError
@@ -254,6 +254,8 @@ def weight_files(names: list[str], folder: Path) -> list[str]:
     Of two copies in different layouts, as in consolidated.safetensors beside model.safetensors, the one that the
     loader reads. Raises ModelError.
     """
+    if WEIGHTS in names:
+        return [WEIGHTS]
     if (index := indexed_weights(folder)) is not None:
         files = sorted(set(index.values()))
         if gone := [file for file in files if file not in names]:
@@ -264,8 +266,6 @@ def weight_files(names: list[str], folder: Path) -> list[str]:
         others = [name for name in names if name.endswith((".bin", ".pt", ".pth", ".gguf"))]
         told = f", only {others[0]}" if others else ""
         raise ModelError(f"it has no weights in *.safetensors files{told}; no others are loaded")
-    if "model.safetensors" in found:
-        return ["model.safetensors"]
     return [name for name in found if not name.startswith("consolidated")] or found
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -55,6 +55,13 @@ class JsonFields:
         if value not in supported:
             raise ModelError(f"{self.file}: {what} {value} is not supported; supported are {', '.join(supported)}")
         return value
+
+    def only(self, supported: Mapping[str, Any]) -> None:
+        """Refuse these fields where they are there and say something else."""
+        for name, value in supported.items():
+            told = self.get(name)
+            if told is not None and (told != value or isinstance(told, bool) != isinstance(value, bool)):
+                raise ModelError(f"{self.file}: {name} {told!r} is not supported; supported is {value!r}")
 
     def is_null(self, name: str) -> bool:
         """Whether the field is there and says null, for the few whose null is not their default."""

@@ -22,6 +22,7 @@ from rayllm.errors import InvalidRequestError, ModelError
 
 GENERATION_CONFIG = "generation_config.json"
 MAX_LAYERS = 4096
+WEIGHTS = "model.safetensors"
 WEIGHTS_INDEX = "model.safetensors.index.json"
 # Keys beside text_config that hold for the text model too, and win.
 OF_THE_WHOLE = ("dtype", "torch_dtype", "tie_word_embeddings", "eos_token_id")
@@ -68,6 +69,9 @@ def load_model_spec(path: str) -> ModelSpec:
     refuse_unknown(text, towers)
     if text is not config:
         same = {key for key, value in config.data.items() if text.data.get(key) == value}  # said twice
+        if not any(spec.sliding_windows):
+            # transformers 4.52 to 4.57 left Qwen2.5-VL's unused window beside text_config, and made it null within.
+            same |= {"sliding_window", "max_window_layers"}
         refuse_unknown(config, towers | same)
     return spec
 

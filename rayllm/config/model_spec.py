@@ -171,6 +171,7 @@ class ModelSpec:
     """One model's shape. Sizes are of the whole model, not of a rank.
 
     dtype: of the checkpoint.
+    tie_word_embeddings: None if it is tied where the checkpoint has no output matrix.
     sliding_windows: one entry a layer, tokens a query sees counting itself, None for all.
     post_norms: what attention and MLP give is normed before it is added to the residual.
     norm_offset: the weights of all norms are stored less 1, and multiply in fp32.
@@ -207,7 +208,7 @@ class ModelSpec:
     norm_eps: float
     hidden_act: str
     dtype: str
-    tie_word_embeddings: bool
+    tie_word_embeddings: bool | None
     qkv_bias: bool
     attention_out_bias: bool
     mlp_bias: bool

@@ -29,6 +29,7 @@ class VocabLayer(Layer):
 
     def __init__(self, context: BuildContext, vocab_size: int, dim: int, weight: nn.Parameter | None = None):
         super().__init__(context)
+        self.other_names: tuple[str, ...] = ()  # that the weight may have in a checkpoint
         self.vocab_size, self.shard = vocab_size, -(-vocab_size // context.tp.size)
         self.first_token = context.tp.rank * self.shard
         self.num_tokens = min(max(vocab_size - self.first_token, 0), self.shard)
@@ -37,7 +38,8 @@ class VocabLayer(Layer):
     def load(self, source: WeightSource) -> None:
         first, rows, (shard, dim) = self.first_token, self.num_tokens, self.weight.shape
         if rows:
-            stored = source.slice(self.prefix + "weight", (self.vocab_size, dim), 0, first, first + rows)
+            name = source.choose(self.prefix + "weight", *self.other_names)
+            stored = source.slice(name, (self.vocab_size, dim), 0, first, first + rows)
             source.write(self.weight[:rows], stored)
         if rows < shard:
             source.write(self.weight[rows:], self.weight.new_zeros(()))
@@ -81,6 +83,8 @@ class LMHead(VocabLayer):
         super().__init__(context, vocab_size, dim, None if tied is None else tied.weight)
         self.capped = None if softcap is None else soft_cap(softcap, context)
         self.is_tied, self.deterministic = tied is not None, context.deterministic
+        if tied is not None:  # some tools drop the first of two equal tensors, and some the second
+            tied.other_names = (self.prefix + "weight",)
         if vocab_size <= (context.tp.size - 1) * self.shard:
             raise ValueError(f"a vocabulary of {vocab_size} tokens is too small for {context.tp.size} ranks")
 

@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
 from rayllm.config.json_fields import about_damage
-from rayllm.config.model_folder import indexed_weights
+from rayllm.config.model_folder import WEIGHTS, indexed_weights
 from rayllm.config.model_spec import ModelSpec
 from rayllm.config.quantization import FP8_BY_CHANNEL
 from rayllm.config.resolved import ResolvedConfig
@@ -24,7 +24,7 @@ from rayllm.layers.lora import AdapterState
 from rayllm.layers.matrices.plain import PlainMatrix
 from rayllm.layers.weights import WeightSource
 from rayllm.models.base import CausalLM
-from rayllm.models.quantised import Index, QuantisedCheckpoint, QuantisingSource, Stored, StoredTensors
+from rayllm.models.quantised import KEYS, Index, QuantisedCheckpoint, QuantisingSource, Stored, StoredTensors
 from rayllm.models.registry import model_class
 from rayllm.models.text_only import split_text
 from rayllm.parallel.shared_weights import SharedWeights
@@ -169,14 +169,16 @@ class Checkpoint(StoredTensors):
         return self._open[file]
 
     def _find_weights(self) -> dict[str, str]:
-        """Name of each weight -> name of its file. An index wins over model.safetensors, and that over other files."""
-        if (indexed := indexed_weights(self._folder)) is not None:
+        """Name of each weight -> name of its file. model.safetensors wins over an index, which a checkpoint in several
+        files may have left behind, and that over other files: as in transformers."""
+        is_one = (self._folder / WEIGHTS).is_file()
+        if not is_one and (indexed := indexed_weights(self._folder)) is not None:
             return indexed
         found = sorted(path.name for path in self._folder.glob("*.safetensors"))
         if not found:
             raise ModelError(self._no_weights())
         file_of: dict[str, str] = {}
-        for file in ["model.safetensors"] if "model.safetensors" in found else found:
+        for file in [WEIGHTS] if is_one else found:
             for name in self._handle(file).keys():  # noqa: SIM118 (the handle is no mapping)
                 if name in file_of:
                     raise ModelError(f"weight {name} is in both {file_of[name]} and {file} of {self._folder}")
@@ -218,7 +220,7 @@ def load_model(
     With load_format "dummy" the weights come from the seed. weights: where they are to be, or are already; None keeps
     them for this process alone. Raises ModelError if the checkpoint does not fit the spec.
     """
-    spec, options, dtype = config.spec, config.options, getattr(torch, config.dtype)
+    spec, options, dtype = _tied(config), config.options, getattr(torch, config.dtype)
     make = model_class(spec.architecture)
     adapters = AdapterState(options.max_loras, options.max_lora_rank) if options.enable_lora else None
     filled = weights is not None and weights.is_filled
@@ -252,6 +254,18 @@ def load_model(
         # Whole dummy tensors and staging copies would otherwise count as used when the KV cache is sized.
         torch.cuda.empty_cache()
     return model.eval()
+
+
+def _tied(config: ResolvedConfig) -> ModelSpec:
+    """The spec, and where config.json does not say it, whether the output matrix is the embedding."""
+    spec, options = config.spec, config.options
+    if spec.tie_word_embeddings is not None:
+        return spec
+    has_head = options.load_format == "dummy"
+    if not has_head:
+        checkpoint = Checkpoint(options.model, text_only=spec.text_only)
+        has_head = any(checkpoint.find(f"lm_head.{key}") for key in set(KEYS.values()))
+    return replace(spec, tie_word_embeddings=not has_head)
 
 
 def _left_out(spec: ModelSpec) -> tuple[str, ...]:

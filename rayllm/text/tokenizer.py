@@ -203,7 +203,8 @@ def _read_templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
             return {name: path.read_text(encoding="utf-8") for name, path in templates.items()}
         except (OSError, ValueError) as error:
             raise ModelError(f"the chat template files of {folder} cannot be read: {error}") from None
-    entry = config.get("chat_template")
+    # Where processors of models that see had theirs before transformers 4.53.
+    entry = config.get("chat_template") or _read_if_there(folder / "chat_template.json").get("chat_template")
     if isinstance(entry, str):
         return {"default": entry}
     if not entry:

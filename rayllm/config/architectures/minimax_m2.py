@@ -54,10 +54,7 @@ def _check_keys(config: JsonFields, num_layers: int) -> None:
     """Raises ModelError for a key that asks for something else than what is computed."""
     for key in UNUSED:
         config.get(key)
-    for key, only in ONLY.items():
-        told = config.get(key)
-        if told is not None and (told != only or isinstance(told, bool) != isinstance(only, bool)):
-            raise ModelError(f"{config.file}: {key} {told} is not supported; supported is {only}")
+    config.only(ONLY)
     kinds = config.get("attn_type_list")
     if kinds is not None and kinds != [1] * num_layers:  # 0 is linear attention
         raise ModelError(f"{config.file}: attn_type_list must be {num_layers} times 1, not {kinds}")

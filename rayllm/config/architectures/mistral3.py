@@ -16,4 +16,6 @@ def parse(config: JsonFields, _architecture: str) -> dict[str, Any]:
         fields = ministral.parse(config, "Ministral3ForCausalLM")
     else:
         fields = deepseek.parse_mistral4(config, "Mistral4ForCausalLM")
-    return fields | {"tie_word_embeddings": config.flag("tie_word_embeddings", True)}
+    # transformers ties by default, but for checkpoints that have an output matrix of their own (Mistral Small 3.1).
+    told = config.get("tie_word_embeddings")
+    return fields | {"tie_word_embeddings": None if told is None else config.flag("tie_word_embeddings", True)}

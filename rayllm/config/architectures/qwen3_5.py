@@ -42,9 +42,7 @@ def _shared(
     config: JsonFields, *, kv_heads: int, fixed: dict[str, Any] = FIXED, grouped: bool = False
 ) -> dict[str, Any]:
     """What all three read alike. kv_heads: the default of transformers' class."""
-    for key, value in fixed.items():
-        if (told := config.get(key)) not in (None, value):
-            raise ModelError(f"{config.file}: {key} {told!r} is not supported; supported is {value!r}")
+    config.only(fixed)
     for key in DRAFTS:
         config.get(key)
     fields = decoder_fields(config, kv_heads=kv_heads, head_dim=256, partial=0.25, has_sections=True)

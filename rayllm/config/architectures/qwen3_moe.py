@@ -9,8 +9,11 @@ from rayllm.config.json_fields import JsonFields
 from rayllm.config.model_spec import ExpertsSpec, RouterSpec
 from rayllm.errors import ModelError
 
+FIXED = {"use_qk_norm": True, "shared_expert_intermediate_size": 0}  # as Qwen3-Coder's config.json has them
+
 
 def parse(config: JsonFields, _architecture: str) -> dict[str, Any]:
+    config.only(FIXED)
     fields = decoder_fields(config, kv_heads=4)
     attention_bias = config.flag("attention_bias", False)
     num_experts = whole_number(config, "num_experts", "num_local_experts", default=128)

@@ -39,4 +39,5 @@ def _windows(config: JsonFields, rope_layers: tuple[bool, ...]) -> tuple[int | N
     """By layer_types, or for all layers without rope."""
     window = None if config.get("sliding_window") is None else config.size("sliding_window")
     window = window if config.flag("use_sliding_window", False) else None
+    config.get("max_window_layers")  # of Qwen2's configs; here layers without rope have windows
     return windows_of(config, len(rope_layers), window, [not has_rope for has_rope in rope_layers])
