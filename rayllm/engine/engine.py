@@ -101,7 +101,9 @@ class EngineCore:
             return
         if self._grammars is None:
             raise bad_grammar("needs a tokenizer, and skip_tokenizer_init left it out")
-        grammar = self._grammars.compile(structure, request.client, gently=self.has_work())
+        # One that another engine had is not refused: its client may have half of the answer.
+        client = None if request.num_deaths or request.emitted is not None else request.client
+        grammar = self._grammars.compile(structure, client, gently=self.has_work())
         self._compiling[request.request_id] = _Compiling(request, grammar, adapter)
         grammar.add_done_callback(lambda _: self.on_compiled())
 

@@ -124,6 +124,11 @@ class EngineSocket:
         self._next_beat = 0.0
         self._wake()
 
+    @property
+    def is_alive(self) -> bool:
+        """Whether fronts are answered; False after `close`, and after an error that the log has."""
+        return self._thread.is_alive()
+
     def load(self) -> Load:
         """The work that all fronts have here, as they last said."""
         beats = [front.beat for front in list(self._fronts.values()) if front.beat is not None]
@@ -205,7 +210,7 @@ class EngineSocket:
                 peer = router, identity
                 try:
                     message = self._decode(b"".join(frames))
-                except msgspec.DecodeError as error:
+                except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
                     logger.warning("a front sent something that is no message: %s", error)
                     continue
                 if isinstance(message, wire.Hello):
@@ -223,12 +228,15 @@ class EngineSocket:
         if reason is not None:
             self._send(peer, wire.Dead(reason))
             return
-        self._forget(peer)
+        # A front that comes again has given its last connection up, and sends what it had there again: the end of that
+        # connection may not have come through yet, if the network between the two was gone.
+        for other in [key for key, front in self._fronts.items() if key == peer or front.front_id == front_id]:
+            self._forget(other)
         front = self._fronts[peer] = _ZmqFront(self, peer, front_id)
         front.news = {key: metrics for key, metrics in self._metrics.items() if key != front_id}
+        self._driver.attach(front)  # first: if it is gone already, the next call detaches it
         self._send(peer, wire.Welcome(self._driver.info))
         self._answer(front)
-        self._driver.attach(front)
 
     def _handle(self, front: _ZmqFront, message: wire.FrontMessage) -> None:
         match message:

@@ -12,6 +12,7 @@ import sys
 import tempfile
 import threading
 import time
+import uuid
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
@@ -114,7 +115,7 @@ class RawFront:
 def raw_front(server: EngineSocket, **options: int) -> Iterator[RawFront]:
     """A front that has been welcomed."""
     with RawFront(server.endpoint.ipc, **options) as front:
-        front.send(wire.Hello("raw"))
+        front.send(wire.Hello(uuid.uuid4().hex))
         assert front.receive(wire.Welcome) == wire.Welcome(INFO)
         yield front
 
@@ -989,3 +990,36 @@ def test_connections_share_threads_and_leave_none_behind():
 
     with listening(FakeCore()) as (server, _):
         asyncio.run(scenario(server.endpoint.ipc))
+
+
+def test_a_front_that_left_before_its_hello_was_read_is_not_counted():
+    with listening(FakeCore()) as (server, driver):
+        welcome, read = server._welcome, threading.Event()
+
+        def late(peer, hello):
+            read.wait(5)
+            welcome(peer, hello)
+
+        server._welcome = late
+        front = zmq.Context.instance().socket(zmq.DEALER)
+        front.connect(server.endpoint.ipc)
+        front.send(msgspec.msgpack.encode(wire.Hello("raw")))
+        time.sleep(0.1)
+        front.close()
+        time.sleep(0.1)
+        read.set()
+        time.sleep(1.0)
+        assert (len(server._fronts), driver.num_fronts) == (0, 0)
+
+
+@pytest.mark.parametrize("message", [b"\xff", msgspec.msgpack.encode(wire.Hello("x")).replace(b"\xa1x", b"\xa1\xff")])
+def test_what_is_no_message_ends_nothing(message):
+    with listening(FakeCore()) as (server, _driver):
+        front = zmq.Context.instance().socket(zmq.DEALER)
+        front.linger = 0
+        front.connect(server.endpoint.ipc)
+        front.send(message)
+        front.send(msgspec.msgpack.encode(wire.Hello("x")))
+        assert front.poll(5000), "it is welcome"
+        assert server.is_alive
+        front.close()

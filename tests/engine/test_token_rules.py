@@ -245,3 +245,12 @@ def test_parity_with_transformers(llm):
             generated.append(best)
         assert completion.token_ids == generated != plain.token_ids[: len(generated)]
         assert not any(f" {word} " in f" {completion.text} " for word in params.bad_words)
+
+
+def test_a_request_that_another_engine_had_is_not_refused_for_too_many_grammars():
+    """Its client may have half of the answer."""
+    core, _ = fake_core(grammars := HeldGrammars())
+    for name, deaths in (("new", 0), ("moved", 1)):
+        request = bound_request(name)
+        core.add(msgspec.structs.replace(request, client="one", num_deaths=deaths))
+    assert grammars.clients == ["one", None]

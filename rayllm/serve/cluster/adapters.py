@@ -54,6 +54,8 @@ class ReplicaAdapters:
         self.versions: dict[str, int] = dict.fromkeys(at_start, 0)
         self.errors: dict[int, str] = {}
         self._working: asyncio.Task[None] | None = None
+        # Those that the directory had first are here, or cannot be: before that requests for them would be refused.
+        self.have_begun = False
         self._records: list[LoraRecord] = []
         self._engines: list[EngineMember] = []
         self._launches: list[str] = []  # Ray's ids of their nodes
@@ -65,7 +67,9 @@ class ReplicaAdapters:
         self._launches = [launch.node_id for launch in view.launches]
         wanted = {record.version for record in self._records if record.path}
         self.errors = {version: reason for version, reason in self.errors.items() if version in wanted}
-        if self._next() is not None and (self._working is None or self._working.done()):
+        if self._next() is None:
+            self.have_begun = True
+        elif self._working is None or self._working.done():
             self._working = asyncio.create_task(self._work())
 
     def _next(self) -> LoraRecord | None:

@@ -15,7 +15,8 @@ import os
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable
-from typing import Any, NamedTuple
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 import ray
@@ -33,6 +34,8 @@ from rayllm.version import __version__
 MAX_INCIDENTS = 32
 MAX_CHANGES = 10_000  # the latest ones, of which the directory tells without telling all
 _PREFIX = "directory of "  # of the actors' names
+
+Result = TypeVar("Result")
 
 logger = logging.getLogger("ray.serve")
 
@@ -436,6 +439,8 @@ class Membership:
         self.is_leaving = False  # its host is to go away, and it with it as soon as there is another one
         self._view: View | None = None  # the latest
         self._stopping: asyncio.Task[None] | None = None
+        # Of its own: the loop's threads may wait for a folder that does not answer, and this one must not be silent.
+        self._threads = ThreadPoolExecutor(2, "rayllm-directory")
         self._following = asyncio.create_task(self._follow())
 
     @property
@@ -450,7 +455,10 @@ class Membership:
 
     async def announce(self) -> None:
         """Tell the directory at once what has changed."""
-        await asyncio.to_thread(self._directory.ask, self._member())
+        await self._call(self._directory.ask, self._member())
+
+    async def _call(self, function: Callable[..., Result], *args: object) -> Result:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, function, *args)
 
     async def time_to_stop(self, seconds: float, place: Place) -> float:
         """For a replica that Serve has told to stop: return when it should, with the seconds that are left for that.
@@ -483,12 +491,13 @@ class Membership:
     async def _stop(self) -> None:
         await self._on_stop()
         self._following.cancel()
-        await asyncio.to_thread(self._directory.leave, self._member().member_id)
+        await self._call(self._directory.leave, self._member().member_id)
+        self._threads.shutdown(wait=False)
 
     async def _follow(self) -> None:
         while True:
             try:
-                view = await asyncio.to_thread(self._directory.ask, self._member())
+                view = await self._call(self._directory.ask, self._member())
                 if view is not None:
                     self._view = view
                     await self._on_view(view)
@@ -496,7 +505,7 @@ class Membership:
                         self.stop_within(view.stop_in)
                 if time.monotonic() >= self._next_report:
                     self._next_report = time.monotonic() + timeouts.REPORT_S
-                    await asyncio.to_thread(self._directory.tell, self._report())
+                    await self._call(self._directory.tell, self._report())
             except Exception:
                 logger.exception("following the directory")
             await asyncio.sleep(timeouts.REGISTER_S)

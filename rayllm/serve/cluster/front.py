@@ -245,8 +245,7 @@ class ModelFront:
             if (end := state.lose_engine(died=not replica.beat.draining)) is not None:
                 yield end
                 return
-            await self._wait_for_successor()
-            replica, waiting = await self._find_or_route(state.request)
+            replica, waiting = await self._find_successor(state.request)
             self.metrics.resumed.inc()
 
     @property
@@ -285,13 +284,14 @@ class ModelFront:
         finally:
             replica.load += Load(-live, -waiting)
 
-    async def _wait_for_successor(self) -> None:
-        """Until there is a replica for what a lost one had. Raises EngineDeadError if none is to be expected."""
+    async def _find_successor(self, request: GenerationRequest) -> tuple[_Replica, int]:
+        """As `_find_or_route` for what a lost replica had; waits for one, also if the last one dies in the middle of
+        that. Raises EngineDeadError if none is to be expected."""
         deadline = time.monotonic() + timeouts.RESUME_S
         while True:
             try:
                 self._usable()
-                return
+                return await self._find_or_route(request)
             except EngineDeadError:
                 if self._closed or self.is_last or time.monotonic() > deadline:
                     raise

@@ -255,6 +255,7 @@ class HostIngress:
         self._ingress.start()
         self._directory = directory or DirectoryLink(app_name)
         self._stopping = threading.Event()
+        self._leave_s: float | None = None  # how long connections may last once it is to leave
         self._following = threading.Thread(target=self._follow, name="rayllm-ingress", daemon=True)
         self._following.start()
 
@@ -264,9 +265,9 @@ class HostIngress:
 
     def leave(self, seconds: float) -> None:
         """See `Ingress.leave`."""
+        self._leave_s = seconds
         self._stopping.set()
         self._following.join()
-        self._ingress.leave(seconds)
 
     def stop(self) -> None:
         """End it at once."""
@@ -277,9 +278,15 @@ class HostIngress:
     def _follow(self) -> None:
         servers: list[ServerMember] = []
         while not self._stopping.wait(timeouts.INGRESS_WATCH_S):
-            # While Ray's head is gone, those of before go on.
-            servers = servers if (view := self._directory.ask()) is None else view.servers
-            self._ingress.update(servers)
+            try:
+                # While Ray's head is gone, those of before go on.
+                servers = servers if (view := self._directory.ask()) is None else view.servers
+                self._ingress.update(servers)
+            except Exception:  # no memory or files for a new HAProxy, say: it is tried again
+                logger.exception("the ingress cannot be brought up to date")
+        # The kernel ends HAProxy with the thread that started it, which is this one if it had died.
+        if self._leave_s is not None:
+            self._ingress.leave(self._leave_s)
 
 
 class Ingress:

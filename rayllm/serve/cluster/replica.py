@@ -74,6 +74,8 @@ class EngineReplica:
         """For Serve, which restarts a replica after three failures in a row."""
         if (reason := self._driver.unhealthy(timeouts.STALL_S)) is not None:
             raise EngineDeadError(reason)
+        if not self._socket.is_alive and not self._membership.is_stopping:
+            raise EngineDeadError("the engine's sockets have failed")
 
     def record_autoscaling_stats(self) -> dict[str, float]:
         """For Serve, which hands it to `application.QueuedTokensPolicy`: what all API servers have here.
@@ -123,7 +125,7 @@ class EngineReplica:
             index=self._place.replica_index,
             node_id=self._place.node_id,
             endpoint=self._socket.endpoint,
-            draining=self._membership.is_stopping or self._membership.is_leaving,
+            draining=self._membership.is_stopping or self._membership.is_leaving or not self._adapters.have_begun,
             adapters=self._adapters.versions,
             adapter_errors=self._adapters.errors,
         )

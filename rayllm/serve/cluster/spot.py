@@ -56,12 +56,17 @@ class GcpNotices:
     def __init__(self, url: str = "http://169.254.169.254"):
         self._url = f"{url}/computeMetadata/v1/instance/preempted"
         self._etag = "0"  # of the last answer: another one comes at once if the value has changed since
+        self._goes_at: float | None = None  # time.monotonic()
 
     def __call__(self) -> float | None:
         query = f"wait_for_change=true&timeout_sec={timeouts.GCP_WAIT_S}&last_etag={self._etag}"
         headers, is_preempted = _fetch(f"{self._url}?{query}", {"Metadata-Flavor": "Google"}, timeouts.GCP_WAIT_S)
-        self._etag = headers["ETag"]
-        return timeouts.GCP_NOTICE_S if is_preempted.strip() == "TRUE" else None
+        if is_preempted.strip() != "TRUE":
+            self._etag = headers["ETag"]
+            return None
+        self._etag = "0"  # who has to ask once more, as Ray did not listen, is answered at once
+        self._goes_at = self._goes_at or time.monotonic() + timeouts.GCP_NOTICE_S
+        return max(self._goes_at - time.monotonic(), 0.0)
 
 
 _SOURCES: dict[str, Callable[[], Source]] = {"aws": AwsNotices, "gcp": GcpNotices}

@@ -10,12 +10,15 @@ from __future__ import annotations
 import asyncio
 import copy
 import hashlib
+import os
 import time
 import uuid
 import zlib
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, aclosing, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Annotated, ParamSpec, TypeVar, get_type_hints
 
 import msgspec
@@ -58,6 +61,14 @@ _SCOPE_KEY = "rayllm.request"
 
 Args = ParamSpec("Args")
 Result = TypeVar("Result")
+
+# Of their own: hundreds of long bodies that come at once must not keep this server's beats from the loop's own threads.
+_THREADS = ThreadPoolExecutor(min(32, (os.cpu_count() or 1) + 4), "rayllm-bodies")
+
+
+async def in_thread(function: Callable[[], Result]) -> Result:
+    """What a function returns that works on a long body or answer."""
+    return await asyncio.get_running_loop().run_in_executor(_THREADS, function)
 
 
 class RequestContext:
@@ -124,7 +135,7 @@ class RequestContext:
     async def work(self, function: Callable[Args, Result], *args: Args.args, **options: Args.kwargs) -> Result:
         """What a function returns that works on the body: in a thread if that is long, so that streams go on."""
         if self.body_bytes > LONG_BODY:
-            return await asyncio.to_thread(function, *args, **options)
+            return await in_thread(partial(function, *args, **options))
         return function(*args, **options)
 
     def detach(self) -> RequestContext:
@@ -460,7 +471,7 @@ async def generate(
     if not reply.stream:
         outputs = await run(context, job)
         if context.record.prompt_tokens + context.record.completion_tokens > LONG_ANSWER:
-            answer = await asyncio.to_thread(lambda: json_response(reply.whole(outputs)))
+            answer = await in_thread(lambda: json_response(reply.whole(outputs)))
         else:
             answer = json_response(reply.whole(outputs))
         if finish is not None:

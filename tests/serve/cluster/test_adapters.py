@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
+import time
 from collections import defaultdict
 
 import pytest
 import torch
 from support.adapters import greedy, make_adapter, merged
-from support.driver import until
+from support.driver import FakeCore, until
 from support.model_factory import make_model
 from support.serve import KEYS, LocalDirectory, place
 
@@ -19,7 +20,7 @@ from rayllm.api.types import GenerationRequest
 from rayllm.api.wire import Endpoint
 from rayllm.config.options import EngineConfig
 from rayllm.config.resolved import resolve
-from rayllm.errors import InvalidRequestError, ModelError
+from rayllm.errors import EngineDeadError, InvalidRequestError, ModelError
 from rayllm.serve.cluster.adapters import FrontAdapters, ReplicaAdapters
 from rayllm.serve.cluster.directory import EngineMember, LaunchMember, LoraRecord, ServerMember, adapters_known
 from rayllm.serve.cluster.front import FrontModel, ModelFront
@@ -327,3 +328,78 @@ def test_two_replicas_serve_what_was_loaded(tmp_path):
             await replica.__del__()
 
     asyncio.run(asyncio.wait_for(scenario(), 120))
+
+
+class SlowCore(FakeCore):
+    """With adapters, which take a second to read; refuses requests as EngineCore does."""
+
+    def prepare_adapter(self, name, path):
+        time.sleep(1.0)
+        return name
+
+    def add_adapter(self, prepared):
+        self.adapters = [*self.adapters, prepared]
+
+    def add(self, request):
+        if request.adapter and request.adapter not in self.adapters:
+            raise InvalidRequestError(f"the adapter {request.adapter!r} is not loaded", "model")
+        super().add(request)
+        if request.emitted is not None:
+            self._live[request.request_id] = (request, len(request.emitted[0]))
+
+    def step(self):
+        time.sleep(0.02)
+        return super().step()
+
+
+async def slow_replica(name, directory):
+    made = EngineReplica.__new__(EngineReplica)
+    await made.__init__(None, "m", 1.0, start=lambda _config: SlowCore(), place=place(name), registry=directory)
+    return made
+
+
+def test_a_request_with_an_adapter_goes_on_on_an_engine_that_starts(tmp_path):
+    """Which reads the adapters that were loaded before, and gets no request until it has."""
+
+    async def check():
+        directory = LocalDirectory()
+        first = asyncio.create_task(slow_replica("one", directory))
+        front = ModelFront(FrontModel(name="m", folder="", enable_lora=True), None, "me", "here", directory=directory)
+
+        async def follow():
+            known = []
+            while True:
+                view = directory.ask(ServerMember("me", "here", ["m"], adapters_known=known))
+                front.lora.update(view)
+                await front.update(list(view.engines), KEYS)
+                known = adapters_known(view)
+                await asyncio.sleep(0.01)
+
+        following, first = asyncio.create_task(follow()), await first
+        await until(lambda: front.num_replicas == 1)
+        await front.load_adapter("sql", str(tmp_path))
+
+        async def run():
+            params = SamplingParams(max_tokens=100, ignore_eos=True)
+            request = GenerationRequest(request_id="r", prompt_token_ids=[1, 2], params=params, adapter="sql")
+            total = None
+            async for output in front.generate(request):
+                total = accumulate(total, output)
+            return total.outputs[0]
+
+        task = asyncio.create_task(run())
+        await asyncio.sleep(0.5)
+        await asyncio.to_thread(first._driver.shutdown)
+        await asyncio.to_thread(first._socket.close)
+        with pytest.raises(EngineDeadError):
+            await first.check_health()
+        first._membership._following.cancel()
+        directory.leave("one")
+        second = await slow_replica("two", directory)
+        output = await asyncio.wait_for(task, 20)
+        assert (len(output.token_ids), output.finish_reason) == (100, "length")
+        following.cancel()
+        await front.close()
+        await second.__del__()
+
+    asyncio.run(check())

@@ -294,3 +294,22 @@ def test_members_of_another_version_may_have_other_fields():
     assert msgspec.msgpack.decode(seen, type=View).servers == [ServerMember("new", "there")]
     seen = actor.beat(msgspec.msgpack.encode((None, None)))
     assert msgspec.msgpack.decode(seen, type=View).servers[0].member_id == "new"
+
+
+def test_a_member_is_not_silent_while_the_threads_of_its_loop_are_busy():
+    async def check():
+        directory, member = LocalDirectory(), ServerMember("me", "here", ["m"], "127.0.0.1:1")
+
+        async def nothing(_view=None):
+            pass
+
+        membership = Membership(directory, lambda: member, lambda: Report(member=member, load=Load()), nothing, nothing)
+        await until(lambda: directory.ask().servers)
+        work = [asyncio.ensure_future(asyncio.to_thread(time.sleep, 0.2)) for _ in range(400)]
+        await asyncio.sleep(timeouts.MEMBER_SILENCE_S + 1)
+        assert directory.ask().servers
+        for each in work:
+            each.cancel()
+        membership._following.cancel()
+
+    asyncio.run(check())

@@ -625,3 +625,30 @@ async def test_an_engine_of_another_version_of_rayllm_is_left_alone(cluster):
     cluster.members["two"] = engine_member("two")
     await cluster.update()
     assert cluster.front.num_replicas == 1 and cluster.client("two")
+
+
+@scenario("one", "two")
+async def test_a_request_with_a_key_waits_for_a_successor_if_both_engines_die(cluster):
+    """Both are on a host that dies: connections to them end one after the other."""
+    sent = msgspec.structs.replace(request("r"), key=IdempotencyKey("k", b"f", 1))
+    task = asyncio.create_task(consume(cluster.front.generate(sent)))
+    await until(lambda: any(each.requests for each in cluster.clients))
+    (lost,) = [each for each in cluster.clients if each.requests]
+    (other,) = [each for each in cluster.clients if each is not lost]
+
+    async def knows(_key_id):  # as EngineClient: it waits for the answer, and says False when the engine dies
+        await until(lambda: other.dead is not None)
+        return False
+
+    other.knows = knows
+    lost.dead = "gone"
+    lost.tick.release()
+    await asyncio.sleep(0.1)
+    other.dead = "gone too"
+    await asyncio.sleep(0.1)
+    assert not task.done()
+    cluster.members = {"three": engine_member("three")}
+    await cluster.update()
+    await until(lambda: cluster.client("three").requests)
+    cluster.client("three").tick.release()
+    await task

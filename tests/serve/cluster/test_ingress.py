@@ -637,3 +637,55 @@ def test_a_cluster_has_one_on_each_host(ray_cluster):
         DirectoryLink("app").remove()
 
     wait_for(lambda: is_closed(port))
+
+
+@contextlib.contextmanager
+def host_ingress(server):
+    """(a host's ingress, where it listens) in front of a server that the directory knows."""
+    directory = LocalDirectory()
+    directory.ask = lambda: directory.directory.beat(server.member())
+    host = HostIngress(ServerConfig(port=0), 100, "app", "here", directory)
+    try:
+        place = SimpleNamespace(port=host.port())
+        wait_for(lambda: who_answers(place) == {"one"})
+        yield host, place
+    finally:
+        host.stop()
+
+
+def test_streams_have_their_time_if_haproxy_was_started_again():
+    """The kernel ends it with the thread that started it, which is to be there as long as streams may last."""
+    with api_server("one") as one, host_ingress(one) as (host, place), ThreadPoolExecutor(1) as pool:
+        time.sleep(timeouts.INGRESS_WATCH_S)
+        old = haproxy()
+        old.kill()
+        wait_for(lambda: host._ingress._process.pid != old.pid)
+        wait_for(lambda: who_answers(place) == {"one"})
+        one.hold.clear()
+        with socket.create_connection(("127.0.0.1", place.port)) as client:
+            client.sendall(b"GET /stream HTTP/1.1\r\nhost: x\r\n\r\n")
+            assert client.recv(4096)
+            leaves = pool.submit(host.leave, 20.0)
+            wait_for(lambda: is_closed(place.port))
+            time.sleep(0.5)
+            assert not leaves.done(), "the stream was cut off"
+            one.hold.set()
+            assert client.recv(4096)
+        leaves.result(25)
+
+
+def test_a_haproxy_that_cannot_be_started_again_at_once_is_tried_again(monkeypatch):
+    popen, failed = subprocess.Popen, []
+
+    def no_memory(*args, **fields):
+        if not failed:
+            failed.append(args)
+            raise OSError(12, "Cannot allocate memory")
+        return popen(*args, **fields)
+
+    with api_server("one") as one, host_ingress(one) as (host, place):
+        time.sleep(timeouts.INGRESS_WATCH_S)
+        monkeypatch.setattr(module.subprocess, "Popen", no_memory)
+        haproxy().kill()
+        wait_for(lambda: failed)
+        wait_for(lambda: host._following.is_alive() and who_answers(place) == {"one"})
