@@ -143,7 +143,10 @@ class EngineReplica:
 
     async def _on_view(self, view: View) -> None:
         self._socket.allow([view.front_keys.public])
+        had_begun = self._adapters.have_begun
         self._adapters.update(view)
+        if self._adapters.have_begun and not had_begun:
+            await self._membership.announce()
         servers = [each for each in view.servers if self._model in each.models and not each.draining]
         mine = {each.member_id for each in servers if each.version == VERSION}
         self._servers = mine if mine or not servers else None  # those of its own version are still to come
