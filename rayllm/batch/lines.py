@@ -118,7 +118,7 @@ class LineReader:
         except msgspec.ValidationError as error:
             custom_id = _custom_id(line)
             return self._refuse(line, custom_id, Failure("invalid_request", f"the line is no request: {error}"))
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             return self._refuse(line, None, Failure("invalid_json", f"the line is not valid JSON: {error}"))
         if parsed.url not in self._endpoints:
             reason = f"url must be one of {', '.join(self._endpoints)}, not {parsed.url[:200]!r}"
@@ -157,7 +157,10 @@ def _hash(kind: bytes, text: bytes) -> bytes:
 
 def _custom_id(line: bytes) -> str | None:
     """Of a line that is JSON but no request."""
-    value = orjson.loads(line) if line else None
+    try:
+        value = orjson.loads(line)
+    except orjson.JSONDecodeError:  # what comes behind the fault is no JSON, or none that this library takes
+        return None
     custom_id = value.get("custom_id") if isinstance(value, dict) else None
     return custom_id[:MAX_CUSTOM_ID_CHARS] if isinstance(custom_id, str) else None
 

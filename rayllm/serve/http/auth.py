@@ -50,7 +50,7 @@ def load_api_keys(server: ServerConfig, environment: MutableMapping[str, str]) -
         found += _read_key_file(server.api_key_file)
     if len(found) > MAX_KEYS:
         raise ConfigError(f"there are {len(found)} API keys; at most {MAX_KEYS} are allowed")
-    return [_api_key(key, name or f"key-{number}") for number, (key, name) in enumerate(found, start=1)]
+    return [_api_key(key, name, number) for number, (key, name) in enumerate(found, start=1)]
 
 
 def _read_key_file(path: str) -> list[tuple[str, str]]:
@@ -65,13 +65,23 @@ def _read_key_file(path: str) -> list[tuple[str, str]]:
     return [(key, name[0].strip() if name else "") for key, *name in parts]
 
 
-def _api_key(key: str, name: str) -> ApiKey:
-    """The messages of the errors do not show the key."""
+def _api_key(key: str, given: str, number: int) -> ApiKey:
+    """A key without a name is named by its hash. The messages of the errors do not show the key.
+
+    What a key owns is kept by its name, which must not become another key's when keys come and go.
+    """
+    name = given or f"number {number}"
     if not key or not key.isascii() or not key.isprintable() or " " in key:
         raise ConfigError(f"API key {name!r} must be printable ASCII characters without spaces")
     if len(key) > MAX_KEY_CHARS:
         raise ConfigError(f"API key {name!r} has {len(key)} characters; at most {MAX_KEY_CHARS} are allowed")
-    return ApiKey(name, hashlib.sha256(key.encode()).digest())
+    digest = hashlib.sha256(key.encode()).digest()
+    return ApiKey(given or name_of(digest), digest)
+
+
+def name_of(digest: bytes) -> str:
+    """Of a key without a name. It tells nobody the digest."""
+    return f"key-{hashlib.sha256(b'rayllm name' + digest).hexdigest()[:12]}"
 
 
 def check_key(

@@ -59,7 +59,7 @@ def completion_job(body: CompletionBody, target: Target) -> Job:
         for index, prompt in enumerate(body.prompt):
             text = f"{marks[0]}{prompt}{marks[1]}{body.suffix}{marks[2]}" if marks else prompt
             whole = encode(text, body.add_special_tokens is not False, tokenizer, info.max_model_len)
-            ids = _truncated(whole, body, info, body.token_limit)
+            ids = _truncated(whole, body, info, body.token_limit or 1)
             params = _params(body, options, info, len(ids), DEFAULT_COMPLETION_TOKENS)
             requests.append(_request(body, target, index, ids, params, bad=bad))
             text = prompt if isinstance(prompt, str) and len(ids) == len(whole) else None
@@ -82,7 +82,7 @@ def chat_job(body: ChatBody, target: Target) -> Job:
         text = prompt_text(body, tokenizer)
         # The template writes the special tokens itself; a second begin-of-sequence would change the answer.
         ids = encode(text, body.add_special_tokens or False, tokenizer, target.info.max_model_len)
-        ids = _truncated(ids, body, target.info, body.token_limit)
+        ids = _truncated(ids, body, target.info, body.token_limit or 1)
         reply_format = _calls_format(body, form)
         options = body.sampling_options((body.top_logprobs or 0) if body.logprobs else None)
         inside = form.opened_by(text)
@@ -92,7 +92,7 @@ def chat_job(body: ChatBody, target: Target) -> Job:
             key = "parameters" if form.tools in ("llama3", "llama4") else "arguments"
             options["structured_outputs"] = reply_grammar(reply_format, answer, key, tokenizer.special_id)
         if reply_format.tags & tokenizer.special_texts:
-            options.setdefault("skip_special_tokens", False)  # or what has to be looked for would not be in the text
+            options["skip_special_tokens"] = False  # or what has to be looked for would not be in the text
         params = _params(body, options, target.info, len(ids), None)
         bad = _bad_token_ids(body, tokenizer, target.info)
         request = _request(body, target, 0, ids, params, bad=bad)
@@ -136,7 +136,7 @@ def encode(prompt: Any, special: bool, tokenizer: Tokenizer | None, limit: int) 
     return tokenizer.encode(prompt, special)
 
 
-def _truncated(ids: list[int], body: EngineBody, info: EngineInfo, room: int | None) -> list[int]:
+def _truncated(ids: list[int], body: EngineBody, info: EngineInfo, room: int) -> list[int]:
     """The end of a prompt, if the body wants no more. room: tokens of the context that are not the prompt's."""
     limit = body.truncate_prompt_tokens
     if limit == 0:
@@ -145,7 +145,7 @@ def _truncated(ids: list[int], body: EngineBody, info: EngineInfo, room: int | N
     if limit is None or not ids:
         return ids
     if limit == -1:
-        limit = max(info.max_model_len - (1 if room is None else room), 1)
+        limit = max(info.max_model_len - room, 1)
     return ids[-limit:]
 
 
@@ -215,18 +215,24 @@ def prompt_text(body: ChatBody, tokenizer: Tokenizer) -> str:
     turns = [message.for_template() for message in body.messages]
     goes_on = bool(body.continue_final_message)
     add = not goes_on if body.add_generation_prompt is None else body.add_generation_prompt
+    content, mark = turns[-1]["content"], f"<{uuid.uuid4().hex}>"
+    if goes_on:  # what the template writes behind a content may look like the content itself
+        turns[-1]["content"] = content.rstrip() + mark + content[len(content.rstrip()) :]
     text = tokenizer.apply_chat_template(turns, add_generation_prompt=add, **options)
-    return _up_to(turns[-1]["content"], text) if goes_on else text
+    return _up_to(content, mark, text) if goes_on else text
 
 
-def _up_to(content: str, text: str) -> str:
-    """A conversation's text up to the end of the content of its last message. Raises InvalidRequestError."""
-    place = text.rfind(content.strip())
-    if not content.strip() or place < 0:
+def _up_to(content: str, mark: str, text: str) -> str:
+    """A conversation's text up to the end of the content of its last message. Raises InvalidRequestError.
+
+    mark: stands in the text where that content ends, but for blanks.
+    """
+    before, _, after = text.rpartition(mark)
+    if not content.strip() or not before.endswith(content.strip()):
         reason = "the last message has no content, or the model's chat template does not show it as it is"
         raise InvalidRequestError(f"continue_final_message: {reason}", "continue_final_message")
-    whole = content.lstrip()  # most templates strip contents; where this one does not, blanks at the end are kept
-    return text[:place] + (whole if text.startswith(whole, place) else content.strip())
+    blanks = content[len(content.rstrip()) :]  # most templates strip contents; where this one does not, they are kept
+    return before + (blanks if after.startswith(blanks) else "")
 
 
 def _calls_format(body: ChatBody, form: ChatFormat) -> ChatFormat:
@@ -266,7 +272,7 @@ def _params(
 
 
 def _request(
-    body: EngineBody,
+    body: GenerationBody | EmbeddingBody,
     target: Target,
     index: int,
     ids: list[int],

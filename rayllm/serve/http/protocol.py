@@ -433,16 +433,19 @@ class EngineBody(RequestBody):
     add_special_tokens: bool | None = None
     # So many tokens of a prompt's end are kept; -1 for all that fit.
     truncate_prompt_tokens: int | None = Field(default=None, ge=-1, lt=2**31)
-    # The answer's id, behind its prefix.
-    request_id: str | None = Field(default=None, pattern="^[a-zA-Z0-9_.:/+-]{1,128}$")
     cache_salt: str | None = Field(default=None, max_length=256)
     priority: int | None = Field(default=None, ge=-(2**31), lt=2**31)
+
+
+# The answer's id, behind its prefix.
+RequestId = Annotated[str, Field(pattern="^[a-zA-Z0-9_.:/+-]{1,128}$")]
 
 
 class EmbeddingBody(EngineBody):
     """POST /v1/embeddings."""
 
     token_bytes, prompts = BATCH_TOKEN_BYTES, ("input",)
+    request_id: RequestId | None = None
     input: Prompts
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: int | None = None  # only the model's own number
@@ -473,6 +476,7 @@ _CONSTRAINTS = (
 class GenerationBody(SamplingBody):  # type: ignore[valid-type, misc]
     """What completions and chat share: sampling, streaming, extensions, client metadata."""
 
+    request_id: RequestId | None = None
     max_tokens: TokenLimit | None = None
     max_completion_tokens: TokenLimit | None = None
     response_format: ResponseFormat | None = None
@@ -549,6 +553,8 @@ class GenerationBody(SamplingBody):  # type: ignore[valid-type, misc]
             schemas["response_format.schema"] = self.response_format.json_schema.schema_
         if self.structured_outputs and self.structured_outputs.json_:
             schemas["structured_outputs.json"] = self.structured_outputs.json_
+        if self.guided_json:
+            schemas["guided_json"] = self.guided_json
         return schemas
 
     def not_enforced(self) -> list[str]:

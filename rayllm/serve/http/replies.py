@@ -179,6 +179,7 @@ class CompletionReply(ChoicesReply):
         self._top = body.logprobs
         self._told_prompts: set[int] = set()  # choices with which the ids of their prompts were sent
         self._offsets: dict[int, int] = {}  # choice -> characters of its text so far
+        self._shows_special = not job.requests[0].params.skip_special_tokens
 
     def _chunks(self, index: int, completion: CompletionOutput) -> list[Json]:
         chunk = self._part(index, completion)
@@ -234,9 +235,11 @@ class CompletionReply(ChoicesReply):
         """
         if self._tokenizer is None:
             return [0] * len(token_ids)
+        hidden = self._tokenizer.special_ids
         offset, offsets = self._offsets.get(index, 0), []
         for place, token_id in enumerate(token_ids, start=1):
-            raw = b"" if token_id in self._tokenizer.special_ids else self._tokenizer.token_bytes(token_id)
+            is_hidden = token_id in hidden and not (self._shows_special and place > num_prompt)
+            raw = b"" if is_hidden else self._tokenizer.token_bytes(token_id)
             begins = sum(byte & 0xC0 != 0x80 for byte in raw)  # characters that begin in this token
             within = bool(raw) and raw[0] & 0xC0 == 0x80  # it goes on with the last token's character
             offsets.append(max(offset - within, 0))

@@ -95,6 +95,7 @@ class RequestContext:
         self.is_trusted = False  # a key came with it, or none is needed
         self.headers: dict[str, str] = {}  # of the answer: what of the body has no effect
         self.body_bytes = 0  # of the body, as far as it has come
+        self.held_bytes = 0  # of it, that count among the server's bodies
         self.idempotency_key = ""
         self.fingerprint = b""  # of the body, with an idempotency key
         self.holds = ExitStack()  # closed when the answer has ended, however it did
@@ -137,6 +138,11 @@ class RequestContext:
         if self.body_bytes > LONG_BODY:
             return await in_thread(partial(function, *args, **options))
         return function(*args, **options)
+
+    def let_go_of_body(self) -> None:
+        """The body is parsed, or will never be. May be called more than once."""
+        self.bodies.remove(self.held_bytes)
+        self.held_bytes = 0
 
     def detach(self) -> RequestContext:
         """The context of work that goes on without the connection. What this one holds is that one's from now on, to be
@@ -381,6 +387,8 @@ class JsonRequest(Request):
     def __init__(self, request: Request, kind: type[RequestBody], max_model_len: int):
         super().__init__(request.scope, request.receive)
         self._kind, self._max_model_len = kind, max_model_len
+        context = context_of(self)
+        context.holds.callback(context.let_go_of_body)  # a body that breaks off, or is refused, is never parsed
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
         """The body, decompressed. Raises ApiError 413 as soon as it is known that it is too long, 415 and 400."""
@@ -395,7 +403,7 @@ class JsonRequest(Request):
             size += len(chunk)
             self._check_size(size)
             context.bodies.add(len(chunk), context.body_bytes)
-            context.body_bytes = size
+            context.body_bytes = context.held_bytes = size
             yield chunk
 
     def _check_size(self, size: int) -> None:
@@ -428,7 +436,7 @@ class JsonRequest(Request):
         except (InvalidRequestError, ValidationError) as error:
             raise as_api_error(error, self.method, self.url.path) from None
         finally:
-            context.bodies.remove(context.body_bytes)
+            context.let_go_of_body()
 
 
 async def _unzipped(chunks: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:

@@ -15,8 +15,9 @@ from openai.types import Batch, FileObject
 from support.app import FakeState, error_of
 
 from rayllm import timeouts
+from rayllm.config.options import ServerConfig
 from rayllm.serve.http.app import create_app
-from rayllm.serve.http.auth import ApiKey
+from rayllm.serve.http.auth import ApiKey, load_api_keys
 from rayllm.serve.http.batches import worker as worker_module
 from rayllm.serve.http.batches.files import FileLimits
 from rayllm.serve.http.batches.store import BatchStore
@@ -446,3 +447,53 @@ def test_files_and_batches_belong_to_a_key(tmp_path):
 def test_a_server_without_a_store_has_no_batches():
     app = create_app(FakeState())
     assert {getattr(route, "path", "") for route in app.routes}.isdisjoint({"/v1/files", "/v1/batches"})
+
+
+BAD_LINES = {
+    "of a wrong type, and then no JSON": '{"custom_id": 1, "url": }',
+    "deep": '{"custom_id":"p","url":"/v1/completions","body":{"x":' + "[" * 5000 + "]" * 5000 + "}}",
+    "infinite": '{"custom_id":"p","url":"/v1/completions","body":{"stream":1e999}}',
+    "with a number for a model": json.dumps({"custom_id": "p", "url": URL, "body": {"prompt": "hi", "model": 5}}),
+}
+
+
+@pytest.mark.parametrize("name", BAD_LINES)
+def test_a_line_that_cannot_be_read_costs_one_result(tmp_path, name):
+    async def use():
+        server = Server(tmp_path)
+        batch_id = await server.batch_id("\n".join([line("a"), BAD_LINES[name], line("b")]))
+        async with server.working():
+            batch = await server.until(batch_id, "completed")
+        assert batch.request_counts.completed == 2
+
+    asyncio.run(asyncio.wait_for(use(), 20))
+
+
+def test_a_batch_with_a_line_that_cannot_be_read_is_cancelled(tmp_path):
+    async def use():
+        server = Server(tmp_path)
+        batch_id = await server.batch_id("\n".join([line("a"), BAD_LINES["deep"], line("b")]))
+        assert (await server.call("POST", f"/v1/batches/{batch_id}/cancel")).status_code == 200
+        async with server.working():
+            await server.until(batch_id, "cancelled")
+
+    asyncio.run(asyncio.wait_for(use(), 20))
+
+
+def test_a_key_that_goes_leaves_its_files_to_nobody(tmp_path):
+    """Of keys without names, which what they own is kept by."""
+
+    def keys(*lines):
+        file = tmp_path / "keys"
+        file.write_text("\n".join(lines))
+        return load_api_keys(ServerConfig(api_key_file=str(file)), {})
+
+    async def use():
+        before = Server(tmp_path / "state", keys=keys("sk-alice", "sk-bob"))
+        file_id = await before.file_id("alice's prompts", key="sk-alice")
+        path = f"/v1/files/{file_id}/content"
+        assert (await before.call("GET", path, "sk-bob")).status_code == 404
+        after = Server(tmp_path / "state", keys=keys("sk-bob"))
+        assert (await after.call("GET", path, "sk-bob")).status_code == 404
+
+    asyncio.run(use())

@@ -48,12 +48,14 @@ def test_ids_are_taken_or_made():
 
 
 def test_start_and_end_of_a_request(log):
-    api = Api(keys=load_api_keys(ServerConfig(api_key=SECRET), {}))
+    keys = load_api_keys(ServerConfig(api_key=SECRET), {})
+    api = Api(keys=keys)
     headers = {"x-request-id": "r1", "authorization": f"Bearer {SECRET}"}
     api.request("POST", "/v1/completions", json={"prompt": PROMPT, "n": 2, "max_tokens": 3}, headers=headers)
     start, end = events(log)
     assert (start["event"], end["event"]) == ("start", "end")
-    common = {"request_id": "r1", "method": "POST", "path": "/v1/completions", "model": "org/fake", "key": "key-1"}
+    common = {"request_id": "r1", "method": "POST", "path": "/v1/completions", "model": "org/fake"}
+    common["key"] = keys[0].name
     counts = {"prompts": 1, "choices": 2, "prompt_tokens": len(PROMPT)}
     assert start.items() >= (common | counts).items()
     assert end.items() >= (common | counts | {"status": 200, "completion_tokens": 6}).items()

@@ -200,3 +200,49 @@ def test_documents_go_to_the_template_that_has_a_place_for_them(seen):
     assert (error["param"], "no place for documents" in error["message"]) == ("documents", True)
     assert seen.api.chat(documents=[]).status_code == 200
     assert error_of(seen.api.chat(documents=[{"title": 1}]), 400)["param"] == "documents"
+
+
+CHATML = """{% for m in messages %}<|im_start|>{{ m.role }}
+{{ m.content }}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+
+
+@pytest.mark.parametrize("prefill", ["<", "I", "The", "im", "end"])
+def test_a_short_beginning_of_the_answer_is_not_sought_in_the_template(prefill):
+    turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": prefill}]
+    expected = f"<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n{prefill}"
+    app = Played("x", source=CHATML)
+    app.chat(messages=turns, extra_body={"continue_final_message": True, "add_generation_prompt": False})
+    assert app.engine.prompts[-1] == expected
+    app.post("/v1/messages", {"model": "org/fake", "max_tokens": 5, "messages": turns})
+    assert app.engine.prompts[-1] == expected
+
+
+def test_tags_that_are_special_tokens_are_shown_whoever_says_otherwise():
+    app = Played('<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>')
+    app.engine.tokenizer.special_texts = frozenset({"<tool_call>"})
+    tools = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
+    app.chat(tools=tools, extra_body={"skip_special_tokens": True})
+    assert app.params.skip_special_tokens is False
+
+
+def test_what_guided_json_does_not_enforce_is_named():
+    schema = {"type": "object", "properties": {"x": {"type": "array", "uniqueItems": True}}}
+    headers = [
+        Api().completion(**each).headers for each in ({"structured_outputs": {"json": schema}}, {"guided_json": schema})
+    ]
+    assert all("uniqueItems" in each["x-rayllm-not-enforced"] for each in headers)
+
+
+def test_offsets_behind_special_tokens_that_are_shown():
+    app = Played("a#b")
+    app.engine.tokenizer.special_ids = frozenset({ord("#")})
+    body = {"model": "org/fake", "prompt": "x", "max_tokens": 5, "logprobs": 0, "skip_special_tokens": False}
+    (choice,) = app.post("/v1/completions", body).json()["choices"]
+    assert choice["logprobs"]["text_offset"][:3] == [0, 1, 2]
+
+
+def test_a_prompt_is_truncated_to_what_fits_if_nothing_is_generated_too():
+    answer = Api().completion(prompt="x" * 100, echo=True, max_tokens=0, truncate_prompt_tokens=-1)
+    assert answer.status_code == 200, answer.text

@@ -227,7 +227,7 @@ class BatchWorker:
 
     async def _place(self, request: BatchRequest, turn: _Turn) -> None:
         """Return when the request's model has a place for it that no client needs; never after the turn is over."""
-        with suppress(ApiError):  # the app says that there is no such model
+        with suppress(ApiError, msgspec.ValidationError):  # the app says that there is no such model, or name
             model = find_model(self._state, _read_model(request.body).model)
             async with self._queues[model.name]:
                 while not turn.is_over and _is_busy(model):

@@ -87,7 +87,8 @@ class Harmony:
         elif self.in_reasoning:
             kind = "reasoning_content"
         elif channel is None or recipient:
-            self._emit(kind, "".join(source.taken))
+            self._emit(kind, self._separators[kind] + "".join(source.taken))
+            self._separators[kind] = ""
         is_empty = True
         while run := (yield from self._run()):
             if kind == "arguments":

@@ -42,7 +42,8 @@ logger = logging.getLogger(__name__)
 async def start(
     context: RequestContext, body: ResponseBody, items: list[Json], job: Job, target: Target
 ) -> StoredResponse:
-    """Run a response in the background, in the place that the request holds. Returns it as it is stored: queued.
+    """Run a response in the background, in the place that the request holds. Returns it as it is stored: queued, or as
+    another request with the same key has begun it meanwhile.
 
     target: with a key. Raises OSError if it cannot be stored, EngineDeadError if this API server is about to end.
     """
@@ -54,14 +55,8 @@ async def start(
     raw = msgspec.Raw(body.model_dump_json(by_alias=True, exclude_unset=True).encode())
     stored = StoredResponse(context.record.key or "", reply.response(), items, raw, target.key.fingerprint)
     store = context.state.response_store
-
-    def store_it() -> None:
-        store.claim(target.reply_id)
-        store.write(stored)
-        if events:
-            store.log(target.reply_id, lines(events))
-
-    await asyncio.to_thread(store_it)
+    if not await asyncio.to_thread(store.begin, stored, lines(events)):  # the same request came at the same time
+        return await asyncio.to_thread(store.read, target.reply_id, stored.owner) or stored
     run = _Run(context.detach(), job, reply, msgspec.structs.replace(stored), None)
     context.state.jobs.start(run.run())
     return stored
@@ -188,7 +183,8 @@ class _Run:
         group = RequestGroup(self._context, self._job)
         while outputs := await group.next():
             for _, output in outputs:
-                self._new += self._unseen(self._reply.begin() + self._reply.events(output))
+                new = self._unseen(self._reply.begin() + self._reply.events(output))
+                self._new += new
 
     def _unseen(self, events: list[Json]) -> list[Json]:
         """Those of the events that the log has not, if there is a log."""
@@ -205,14 +201,14 @@ class _Run:
         while not self._stop.is_set():
             if self._new or time.monotonic() >= next_beat:
                 next_beat = time.monotonic() + timeouts.RESPONSE_BEAT_S
-                if (why := await asyncio.to_thread(self._write)) is not None:
+                new, self._new = self._new, []  # here, not in the thread, while which more may come
+                if (why := await asyncio.to_thread(self._write, new)) is not None:
                     return why
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stop.wait(), timeouts.RESPONSE_POLL_S)
         return None
 
-    def _write(self) -> str | None:
-        new, self._new = self._new, []
+    def _write(self, new: Sequence[Json]) -> str | None:
         if not self._store.beat(self._id):
             return "lost"
         if new:

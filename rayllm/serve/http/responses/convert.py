@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -88,7 +88,8 @@ def response_job(body: ConversationBody, items: Sequence[Json], target: Target) 
     def job(first: int) -> Job:
         with renamed(_NAMES):
             try:
-                chat = ChatBody.model_validate(options | {"messages": system + turns[first:]})
+                kept = [turn for turn in turns[:first] if turn["role"] in ("system", "developer")]
+                chat = ChatBody.model_validate(options | {"messages": system + kept + turns[first:]})
             except ValidationError as error:
                 raise first_fault(error) from None
             found = chat_job(chat, target)
@@ -104,7 +105,20 @@ def response_job(body: ConversationBody, items: Sequence[Json], target: Target) 
         starts = [at for at, turn in enumerate(turns) if at and turn["role"] != "tool"]
         if not starts:
             raise
-    low, high = 0, len(starts) - 1  # the first start from which on all fits is in between, if there is one
+    try:
+        return _first_that_fits(job, starts)
+    except ContextLengthError:
+        raise
+    except InvalidRequestError:  # many templates refuse what does not begin with the user
+        users = [at for at in starts if turns[at]["role"] == "user"]
+        if not users:
+            raise
+        return _first_that_fits(job, users)
+
+
+def _first_that_fits(job: Callable[[int], Job], starts: Sequence[int]) -> Job:
+    """The job of the first start from which on all fits. Raises ContextLengthError if there is none."""
+    low, high = 0, len(starts) - 1  # it is in between
     while low < high:
         middle = (low + high) // 2
         try:

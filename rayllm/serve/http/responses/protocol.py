@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
+import orjson
 from pydantic import AfterValidator, BaseModel, BeforeValidator, Discriminator, Field, Tag
 
 from rayllm.api.sampling_params import MAX_LOGPROBS
@@ -244,13 +245,25 @@ Items = Annotated[
 # ---- tools
 
 
+def _check_numbers(schema: dict[str, Any]) -> dict[str, Any]:
+    """Answers have the schema again, in JSON of 64 bits."""
+    try:
+        orjson.dumps(schema)
+    except TypeError:
+        raise ValueError("has an integer of more than 64 bits") from None
+    return schema
+
+
+EchoedSchema = Annotated[Schema, AfterValidator(_check_numbers)]
+
+
 class FunctionTool(Body):
     """A function that the model may call."""
 
     type: Literal["function"]
     name: Name
     description: str | None = None
-    parameters: Schema | None = None
+    parameters: EchoedSchema | None = None
     strict: bool | None = None
     defer_loading: Literal[False] | None = Field(default=None, exclude=True)
 
@@ -301,7 +314,7 @@ class TextFormat(Body):
     type: Literal["text", "json_object", "json_schema"]
     name: Name | None = None
     description: str | None = None
-    schema_: Schema | None = Field(default=None, alias="schema")  # the name would hide a method of pydantic's
+    schema_: EchoedSchema | None = Field(default=None, alias="schema")  # the name would hide a method of pydantic's
     strict: bool | None = None
 
     def _rules(self) -> Rules:
@@ -411,7 +424,7 @@ class ResponseBody(ConversationBody, SamplingBody):  # type: ignore[valid-type, 
     structured_outputs: StructuredOutputsBody | None = None  # an extension
     # Without any effect on the answer, and said again in it.
     metadata: Metadata | None = None
-    max_tool_calls: int | None = Field(default=None, ge=1)  # of tools that the server itself would call
+    max_tool_calls: int | None = Field(default=None, ge=1, lt=2**31)  # of tools that the server itself would call
     prompt_cache_key: str | None = Field(default=None, max_length=1024)
     prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
     safety_identifier: str | None = Field(default=None, max_length=1024)

@@ -46,7 +46,9 @@ class ResponseReply(Reply):
         self._finish_reason: str | None = None
         self._output: list[Json] = []
         self._open: Json | None = None  # the last item of the output, if more of it may come
-        self._logprobs: list[Json] = []  # of tokens whose text is still to come
+        self._num_tokens = 0  # that have come
+        self._logprobs: list[tuple[int, Json]] = []  # of tokens whose text is still to come, with their numbers
+        self._due = 0  # bytes of the message's text whose tokens' log-probabilities are still to be given
         self._number = 0  # of the next event
         self._has_begun = False
 
@@ -112,6 +114,8 @@ class ResponseReply(Reply):
     def fail(self, error: ApiError) -> list[Json]:
         """The events that end a stream in which something failed."""
         self._status = "failed"
+        if self._open is not None:
+            self._open["status"] = "incomplete"
         self._error = {"code": _ERROR_CODES.get(error.status_code, "server_error"), "message": error.detail}
         return [self._state("response.failed")]
 
@@ -161,6 +165,7 @@ class ResponseReply(Reply):
         if self._finish_reason is not None:
             return []
         self._logprobs += self._logprobs_of(completion)
+        self._num_tokens += len(completion.token_ids)
         events: list[Json] = []
         pieces, self._finish_reason = self._reader.read(completion)
         for piece in pieces:
@@ -196,13 +201,28 @@ class ResponseReply(Reply):
             self._open["content"].append(part)
             events.append(self._of_part("response.content_part.added", part=dict(part)))
         assert self._open is not None
-        part, logprobs = self._open["content"][0], self._logprobs
-        self._logprobs = []
-        part["text"] += text
+        part = self._open["content"][0]
         if kind == "reasoning":
+            part["text"] += text
             return [*events, self._of_part("response.reasoning_text.delta", delta=text)]
+        logprobs = self._take_logprobs(text, is_first=not part["text"])
+        part["text"] += text
         part["logprobs"] = part["logprobs"] + logprobs
         return [*events, self._of_part("response.output_text.delta", delta=text, logprobs=logprobs)]
+
+    def _take_logprobs(self, text: str, *, is_first: bool) -> list[Json]:
+        """Those of the tokens that a piece of a message's text begins in, and not of reasoning or blanks before it."""
+        waiting, thought = self._logprobs, self._reader.reasoning_tokens or 0
+        is_stripped = is_first and not text[:1].isspace()
+        while waiting and (waiting[0][0] < thought or (is_stripped and _is_blank(waiting[0][1]))):
+            del waiting[0]
+        self._due = (0 if is_first else self._due) + len(text.encode())
+        count = 0
+        while count < len(waiting) and self._due > 0:
+            self._due -= len(waiting[count][1]["bytes"])
+            count += 1
+        taken, self._logprobs = waiting[:count], waiting[count:]
+        return [logprob for _, logprob in taken]
 
     def _open_item(self, kind: str, **fields: Any) -> list[Json]:
         """Begin an item; the one before is complete."""
@@ -259,16 +279,17 @@ class ResponseReply(Reply):
 
     # ---- values
 
-    def _logprobs_of(self, completion: CompletionOutput) -> list[Json]:
+    def _logprobs_of(self, completion: CompletionOutput) -> list[tuple[int, Json]]:
         top = self._body.num_logprobs
         if top is None:
             return []
         special = frozenset() if self._tokenizer is None else self._tokenizer.special_ids
         found = []
-        for token_id, entry in zip(completion.token_ids, completion.logprobs or [], strict=True):
+        entries = zip(completion.token_ids, completion.logprobs or [], strict=True)
+        for number, (token_id, entry) in enumerate(entries, start=self._num_tokens):
             if token_id not in special:
                 token = self._token(token_id, entry[token_id].logprob)
-                found.append(token | {"top_logprobs": [self._token(t, p) for t, p in ranked(entry)[:top]]})
+                found.append((number, token | {"top_logprobs": [self._token(t, p) for t, p in ranked(entry)[:top]]}))
         return found
 
     def _token(self, token_id: int, logprob: float) -> Json:
@@ -295,6 +316,10 @@ class ResponseReply(Reply):
     def _tool_choice(self) -> Any:
         choice = self._body.tool_choice
         return choice.model_dump() if isinstance(choice, ChosenFunction | AllowedTools) else choice or "auto"
+
+
+def _is_blank(token: Json) -> bool:
+    return not bytes(token["bytes"]).strip()
 
 
 def _copy(item: Json) -> Json:

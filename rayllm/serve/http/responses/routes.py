@@ -62,7 +62,10 @@ async def create(body: ResponseBody, context: request.Context) -> Response:
     job = await context.work(response_job, body, items, target)
     if body.background:
         context.note_not_enforced(job)
-        return await _background_answer(context, body, await background.start(context, body, items, job, target))
+        made = await background.start(context, body, items, job, target)
+        if target.key is not None and made.fingerprint != target.key.fingerprint:
+            raise InvalidRequestError(f"this {KEY_HEADER} came before, with another body", KEY_HEADER)
+        return await _background_answer(context, body, made)
     reply = ResponseReply(body, job, target, len(items))
 
     async def finish() -> None:

@@ -109,6 +109,19 @@ class ResponseStore:
 
     # ---- those that run in the background
 
+    def begin(self, stored: StoredResponse, events: bytes = b"") -> bool:
+        """Store a new response that this API server runs, and the first lines of its log. False if there is one."""
+        response_id = stored.response["id"]
+        with self._locked():
+            if self._age(response_id, RECORD) <= self._limits.ttl:
+                return False
+            self._remove(response_id)  # one that is too old
+            self._replace(self._path(response_id, RUN), self._runner)
+            if events:
+                self.log(response_id, events)
+            self.write(stored)
+            return True
+
     def claim(self, response_id: str, *, lost_s: float | None = None) -> bool:
         """Whether this API server is the one to run a response from now on.
 

@@ -320,3 +320,12 @@ def test_any_pieces_of_reasoning_and_calls_give_the_same(tools, parts, borders, 
 )
 def test_tags(form, tags):
     assert form.tags == tags
+
+
+@pytest.mark.parametrize("step", [1, 5, 1000])
+def test_what_follows_a_message_of_gpt_oss_without_a_header_begins_a_line(step):
+    text = "<|channel|>final<|message|>Hello<|end|>world"
+    parser, found = ChatParser(ChatFormat(reasoning="gpt_oss")), ""
+    for start in range(0, len(text), step):
+        found += "".join(piece.text for piece in parser.feed(text[start : start + step]))
+    assert found + "".join(piece.text for piece in parser.feed("", last=True)) == "Hello\nworld"

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from support.app import error_of
-from support.chat_templates import PLAIN, THINKER
+from support.chat_templates import HERMES, PLAIN, THINKER
 from support.responses import CALL, WEATHER, Conversation, same, valid
 
 from rayllm.errors import EngineDeadError, InvalidRequestError
@@ -188,3 +190,42 @@ def test_the_same_again_with_an_idempotency_key():
     ]
     first, second = (answer.json() for answer in answers)
     assert first["id"] == second["id"] and first["output"] == second["output"]
+
+
+WITH_LOGPROBS = {"top_logprobs": 0, "include": ["message.output_text.logprobs"]}
+
+
+def tokens_of(part):
+    return "".join(token.token for token in part.logprobs).rstrip("\0")
+
+
+def test_log_probabilities_are_of_the_message_alone():
+    thoughtful = Conversation("<think>ab cd</think>Hello", source=HERMES + "{# </think> #}", step=1)
+    assert tokens_of(thoughtful.create(**WITH_LOGPROBS).output[-1].content[0]) == "Hello"
+    thoughtful = Conversation("<think>ab cd</think>Hello", source=HERMES + "{# </think> #}", step=1)
+    assert tokens_of(thoughtful.final(**WITH_LOGPROBS).output[-1].content[0]) == "Hello"
+    part = Conversation("Hi. " + CALL, step=1).create(tools=[WEATHER], **WITH_LOGPROBS).output[0].content[0]
+    assert tokens_of(part) == part.text
+
+
+LARGE = {"type": "integer", "maximum": 2**64}
+TOO_LARGE = {"type": "function", "name": "f", "parameters": {"type": "object", "properties": {"x": LARGE}}}
+
+
+@pytest.mark.parametrize("fields", [{}, {"stream": True}, {"background": True}])
+def test_integers_that_no_answer_can_say_again_are_refused(fields):
+    answer = Conversation("Hello").post(model="org/fake", input="hi", tools=[TOO_LARGE], **fields)
+    assert answer.status_code == 400
+    assert Conversation("Hello").post(model="org/fake", input="hi", max_tool_calls=2**70).status_code == 400
+
+
+def test_nothing_of_a_failed_response_goes_on():
+    failing = Conversation("Hello world, all of you", fails={4: EngineDeadError("x")})
+    answer = failing.post(model="org/fake", input="hi", stream=True)
+    last = json.loads(answer.text.strip().split("\n")[-1][6:])
+    assert [item["status"] for item in last["response"]["output"]] == ["incomplete"]
+
+
+def test_request_id_is_not_taken_here():
+    answer = Conversation("Hello").post(model="org/fake", input="hi", request_id="abc")
+    assert "request_id" in answer.headers["x-rayllm-ignored"]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
+import threading
 import time
 
 import pytest
@@ -17,6 +19,7 @@ from rayllm import timeouts
 from rayllm.api.types import CompletionOutput, RequestOutput
 from rayllm.errors import EngineDeadError
 from rayllm.serve.http.request_log import LOGGER_NAME
+from rayllm.serve.http.responses import background
 
 TEXT = "The quick brown fox jumps over the lazy dog."
 BODY = {"model": "org/fake", "input": "hi", "background": True}
@@ -458,3 +461,61 @@ def test_a_request_that_is_sent_again_runs_once(tmp_path):
     assert first["id"] == second["id"] and second["status"] == "completed"
     assert len(server.engine.keys) == 1
     assert error_of(other, 422)["code"] == "idempotency_key_reused"
+
+
+def sequence_numbers(text):
+    return [json.loads(line[6:])["sequence_number"] for line in text.split("\n") if line.startswith("data: ")]
+
+
+def test_events_that_come_while_others_are_written_are_logged_once(tmp_path, monkeypatch):
+    server = Server(tmp_path)
+    server.engine.allowed = 1000
+    waiting, making, taken = threading.Event(), threading.Event(), threading.Event()
+    write, events, outputs = background._Run._write, background.ResponseReply.events, server.engine.generate
+
+    def write_late(self, *new):  # as a thread may be that is scheduled late
+        if (self._new or any(new)) and not taken.is_set():
+            waiting.set()
+            making.wait(5)
+        result = write(self, *new)
+        if waiting.is_set():
+            taken.set()
+        return result
+
+    def events_meanwhile(self, *arguments):
+        if waiting.is_set() and not taken.is_set():
+            making.set()
+            taken.wait(5)
+        return events(self, *arguments)
+
+    async def slowly(*arguments):
+        async for output in outputs(*arguments):
+            await asyncio.sleep(0.01)
+            yield output
+
+    monkeypatch.setattr(background._Run, "_write", write_late)
+    monkeypatch.setattr(background.ResponseReply, "events", events_meanwhile)
+    server.engine.generate = slowly
+
+    async def use():
+        async with server.web() as web:
+            return (await web.post("/v1/responses", json=BODY | {"stream": True})).text
+
+    numbers = sequence_numbers(asyncio.run(use()))
+    assert taken.is_set()
+    assert numbers == list(range(len(numbers)))
+
+
+def test_the_same_key_twice_at_once_is_one_response(tmp_path):
+    server = Server(tmp_path)
+    server.engine.allowed = 1000
+
+    async def use():
+        async with server.web() as web:
+            headers = {"idempotency-key": "same"}
+            calls = (web.post("/v1/responses", json=BODY | {"stream": True}, headers=headers) for _ in range(2))
+            return [answer.text for answer in await asyncio.gather(*calls)]
+
+    for text in asyncio.run(use()):
+        numbers = sequence_numbers(text)
+        assert numbers == list(range(len(numbers)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from support.app import error_of
 from support.chat_templates import PLAIN, THINKER
@@ -201,3 +202,36 @@ def test_input_tokens():
     assert counted.input_tokens == second.usage.input_tokens == len(app.prompt())
     longer = app.post("/v1/responses/input_tokens", input="x" * 100_500)
     assert longer.json()["input_tokens"] > 100_500, "more than the context has"
+
+
+# As those of Mistral, Gemma and Llama 2.
+USER_FIRST = """{% set turns = messages[1:] if messages[0].role == 'system' else messages %}{% for m in turns %}\
+{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}\
+{{ m.role }}: {{ m.content }}
+{% endfor %}"""
+
+
+def small(source):
+    app = Conversation("ok", source=source)
+    app.engine.info = msgspec.structs.replace(app.engine.info, max_model_len=150)
+    return app
+
+
+@pytest.mark.parametrize("turns", [("a" * 60, "b" * 60, "q"), ("a" * 60, "b" * 60, "c" * 30, "d" * 10, "q")])
+def test_truncation_where_the_template_wants_the_user_first(turns):
+    items = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(turns)]
+    app = small(USER_FIRST)
+    answer = app.post(model="org/fake", input=items, truncation="auto", max_output_tokens=5)
+    assert answer.status_code == 200, answer.text
+    assert app.engine.prompts[-1].startswith("user: ")
+
+
+def test_truncation_keeps_what_the_system_says_later():
+    app = small("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}")
+    roles = ("user", "system", "assistant", "user")
+    items = [
+        {"role": role, "content": text} for role, text in zip(roles, ("a" * 60, "RULE", "b" * 120, "q"), strict=True)
+    ]
+    app.post(model="org/fake", input=items, truncation="auto", max_output_tokens=5)
+    assert "RULE" in app.engine.prompts[-1]
+    assert "aaa" not in app.engine.prompts[-1]
