@@ -21,7 +21,7 @@ from rayllm_kernels.experts.plans import HOPPER_ROWS
 from rayllm_kernels.linear import gated_hopper_kernel, hopper_kernel
 from rayllm_kernels.linear.plans import NARROW
 from rayllm_kernels.quantised import fp8_dequantise_kernel, fp8_rows_kernel, fp8_stream_kernel
-from rayllm_kernels.quantised import int4_dequantise_kernel, int4_hopper_kernel, int4_stream_kernel
+from rayllm_kernels.quantised import dequantise_kernel, int4_hopper_kernel, int4_stream_kernel
 from rayllm_kernels.quantised.plans import Int4StreamPlan, StreamPlan, choose_int4_hopper
 from triton import JITFunction, knobs
 
@@ -129,7 +129,7 @@ def step(rows, begin):
     fp8_stream_kernel.linear_fp8_stream(x[:1], Fp8Weight(numbers, ones), None, plan=StreamPlan(4, 6, 8, 264))
     four_bits = Int4Weight(torch.zeros(256, 64, dtype=torch.uint8), ones, None, 128, None)
     ops.linear_int4(x, four_bits)
-    int4_dequantise_kernel.dequantise(four_bits, begin, torch.zeros(len(x), 128, dtype=half))
+    dequantise_kernel.dequantise(four_bits, begin, torch.zeros(len(x), 128, dtype=half))
     int4_hopper_kernel.linear_int4_hopper(x, four_bits, choose_int4_hopper(32, 256, 128, None, 132))
     ops.fused_linear_int4(x[:1], four_bits, norm=(x[0], 1e-6), residual=x[1:2])
     wide = Int4Weight(torch.zeros(256, 128, dtype=torch.uint8), ones, None, 256, None)

@@ -109,12 +109,7 @@ def test_products_in_fewer_bits_fit(gpu, full_matrix, run_compiler, tmp_path):
     one_token = "_int4_stream_kernel" if GPUS[gpu].is_hopper else "_int4_vector_kernel"
     wanted = {"_fp8_vector_kernel", one_token, "_pairs_kernel", "_code_pairs_kernel"}
     if full_matrix:
-        wanted |= {
-            "_quantised_experts_kernel",
-            "_fp8_product_kernel",
-            "_dequantise_fp8_kernel",
-            "_dequantise_int4_kernel",
-        }
+        wanted |= {"_quantised_experts_kernel", "_fp8_product_kernel", "_dequantise_fp8_kernel", "_dequantise_kernel"}
     assert wanted | ({"_rms_norm_fp8_kernel"} if GPUS[gpu].has_e4m3 else set()) <= {kernel.name for kernel in kernels}
     assert not {kernel for kernel in kernels if kernel.shared > GPUS[gpu].shared_memory}
     assert not {kernel for kernel in kernels if kernel.stack > SPILLED}

@@ -216,11 +216,15 @@ MISTAKES = {
         ("scales_ptr, zeros_ptr, half + start, inputs, FORM)", "scales_ptr, zeros_ptr, start, inputs, FORM)"),
         ("(half + at < inputs)", "(half + at < inputs - 1)"),
     ],
-    ("quantised/int4_dequantise_kernel.py", "quantised/test_int4.py::test_by_dequantised_weights"): [
+    ("quantised/dequantise_kernel.py", "quantised/test_int4.py::test_by_dequantised_weights"): [
         ("mask=inside & (k < inputs)", "mask=inside & (k < inputs - 1)"),
         ("first = upper * half + start", "first = start"),
         ("(first_row + row) * groups", "row * groups"),
     ],
+    ("quantised/dequantise_kernel.py", "quantised/test_dequantised_experts.py::test_numbers_of_some_experts"): [
+        ("if E2M1:", "if not E2M1:")
+    ],
+    ("e2m1.py", "quantised/test_dequantised_experts.py::test_numbers_of_some_experts"): [("bits << 23", "bits << 22")],
     ("quantised/int4_vector_kernel.py", "quantised/test_int4.py::test_one_token"): [
         ("(at < FORM.inputs)\n", "(at < FORM.inputs - 1)\n"),
         ("tl.sum(wide * wide, 0) / FORM.inputs", "tl.sum(wide * wide, 0) / (4 * FORM.padded * 8)"),

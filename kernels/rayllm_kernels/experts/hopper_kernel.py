@@ -375,12 +375,14 @@ def multiply(
     scales: tuple[Tensor | None, Tensor | None] = (None, None),
     dtype: torch.dtype,
     rounded: bool = False,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """(h [P, I], its scales if rounded to e4m3) if there is an activation, of `activation_of`, else (z [P, H], None).
 
     x: [P, K] in the order of places. weight: [E, N, K]. groups: in tiles of HOPPER_ROWS. scales, for e4m3: of x, [T, 1]
     of tokens for the first product and [P, groups of 128] for the second, and of the weights' rows. dtype: the model's.
-    rounded: with a scale for each 128 outputs.
+    rounded: with a scale for each 128 outputs. out: what else the result is written to, rows of other experts' pairs
+    staying as they are.
     """
     (pairs, inputs), (_, rows, _) = x.shape, weight.shape
     gated, gpu, most = activation[0] is not None, hardware(x.device), groups.tiles.shape[1]
@@ -393,7 +395,9 @@ def multiply(
     columns = triton.cdiv(outputs, HOPPER_OUTPUTS * (1 if gated else parts))
     even = outputs % (HOPPER_OUTPUTS * (1 if gated else parts)) == 0
     form = Form(parts, stages, depth, even, *activation, top_k, scaled, str(dtype).removeprefix("torch."))
-    y = torch.empty((pairs, outputs), dtype=torch.uint8 if rounded else dtype, device=x.device)
+    y = out
+    if y is None:
+        y = torch.empty((pairs, outputs), dtype=torch.uint8 if rounded else dtype, device=x.device)
     y_scales = None
     if rounded:
         y_scales = torch.empty((pairs, triton.cdiv(outputs, HOPPER_OUTPUTS)), dtype=torch.float32, device=x.device)

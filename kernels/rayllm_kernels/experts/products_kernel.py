@@ -198,17 +198,27 @@ def first_and_number(owned: ExpertRange | None, count: int) -> tuple[int, int] |
     return None if owned is None else (owned.first, count)
 
 
-def _multiply_many(
-    x: Tensor, experts: Tensor, projections: Projections, groups: Groups, here: tuple[int, int] | None
+def multiply_many(
+    x: Tensor,
+    experts: Tensor,
+    projections: Projections,
+    groups: Groups,
+    here: tuple[int, int] | None,
+    *,
+    out: Tensor | None = None,
 ) -> Tensor:
-    """z of x [T, H] and experts [T, k], whose groups have places."""
+    """z [P, H] of x [T, H] and experts [T, k], by `hopper_kernel`.
+
+    groups: in tiles of HOPPER_ROWS, with places. out: what else z is written to, rows of pairs of experts that are not
+    here staying as they are.
+    """
     assert groups.places is not None
     gate_up, down, gate_up_bias, down_bias, act, clamp = projections
     top_k, activation = experts.shape[1], activation_of(act, clamp, gated=True)
     spread_x = spread(x, groups.places, experts, here)
     h, _ = _hopper.multiply(spread_x, gate_up, gate_up_bias, groups, top_k, activation, dtype=x.dtype)
     del spread_x  # z is as large
-    z: Tensor = _hopper.multiply(h, down, down_bias, groups, top_k, NO_ACTIVATION, dtype=x.dtype)[0]
+    z: Tensor = _hopper.multiply(h, down, down_bias, groups, top_k, NO_ACTIVATION, dtype=x.dtype, out=out)[0]
     return z
 
 
@@ -235,7 +245,7 @@ def experts(
         activation = activation_of(projections.act, projections.clamp, gated=True)
         return sum_pairs(x, weights, experts, operands, biases, activation, owned=here, onto=onto)
     if groups is not None and groups.places is not None:
-        z = _multiply_many(x, experts, projections, groups, here)
+        z = multiply_many(x, experts, projections, groups, here)
         return PairSum(z, weights, onto, experts, here)
     gate_up_tiles, down_tiles = (choose_tiles(rows, x.dtype, gated=gated) for gated in (True, False))
     h = multiply(x, projections, experts, groups, gate_up_tiles, gated=True, owned=owned)

@@ -25,6 +25,7 @@ from torch import Tensor
 from ..compile_ahead import launch
 from ..dependent_launch import wait_for_predecessor
 from ..device import Hardware, hardware
+from ..e2m1 import decode_e2m1, decode_exponents
 from ..e4m3 import decode_e4m3
 from ..experts.device_functions import activate_gated, find_rows, find_tile
 from ..experts.experts import ExpertRange
@@ -35,6 +36,7 @@ from ..experts.products_kernel import activation_of, first_and_number
 from ..linear.device_functions import add_products, no_sums, sums
 from ..linear.plans import Tiles
 from . import plans
+from .dequantised_experts import multiply_dequantised
 from .experts import ExpertWeight, QuantisedProjections
 from .int4 import MIDDLE
 from .int4_product_kernel import decode_int4
@@ -89,16 +91,6 @@ class Form(NamedTuple):
 
 
 @triton.jit
-def decode_e2m1(numbers, DTYPE: tl.constexpr):
-    """int32 codes of e2m1, a sign, two bits of exponent and one of mantissa, as exactly these numbers.
-
-    The bits are those of a fp32 number that is 2^126 times too small, subnormal ones too.
-    """
-    bits = ((numbers & 7) << 22) | ((numbers & 8) << 28)
-    return (bits.to(tl.float32, bitcast=True) * 8.507059173023462e37).to(DTYPE)
-
-
-@triton.jit
 def _add_tile(acc, numbers, x, scales_ptr, zeros_ptr, start, inputs, FORM: tl.constexpr):
     """acc plus the scaled products of a tile that begins at input `start`. The pointers are of rows."""
     TILES: tl.constexpr = FORM.tiles
@@ -110,9 +102,7 @@ def _add_tile(acc, numbers, x, scales_ptr, zeros_ptr, start, inputs, FORM: tl.co
         weights = decode_e4m3(numbers, x.dtype)
     elif FORM.kind == "mxfp4":
         weights = decode_e2m1(numbers, x.dtype)
-        exponents = scales.to(tl.int32)
-        # The least exponent is that of a subnormal number of fp32.
-        scales = tl.where(exponents == 0, 0x00400000, exponents << 23).to(tl.float32, bitcast=True)
+        scales = decode_exponents(scales)
     elif zeros_ptr is not None:
         weights = decode_int4(numbers, tl.load(zeros_ptr + group).to(tl.int32)[:, None], x.dtype)
     else:
@@ -342,8 +332,13 @@ def experts(
     if not x.numel():
         return torch.empty_like(x)
     num_here = projections.down.codes.shape[0]
-    rows, groups = arrange(experts, num_here, owned, x.dtype)
     gpu, here = hardware(x.device), first_and_number(owned, num_here)
+    mean_pairs = experts.numel() / (num_here if owned is None else owned.total)
+    if not deterministic and all(
+        plans.dequantised_experts_take(each.kind, each.inputs, mean_pairs, x.dtype, gpu) for each in projections[:2]
+    ):
+        return PairSum(multiply_dequantised(x, experts, projections, owned), weights, onto, experts, here)
+    rows, groups = arrange(experts, num_here, owned, x.dtype)
     few = groups is None and not deterministic
     if few and all(plans.pairs_take(each.kind, each.codes.shape[2]) for each in projections[:2]):
         return sum_few(x, weights, experts, projections, here, onto)

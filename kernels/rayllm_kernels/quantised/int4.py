@@ -27,7 +27,7 @@ from .formats import Numbers
 
 _product_kernel = TritonModule("rayllm_kernels.quantised.int4_product_kernel")
 _hopper_kernel = TritonModule("rayllm_kernels.quantised.int4_hopper_kernel")
-_dequantise_kernel = TritonModule("rayllm_kernels.quantised.int4_dequantise_kernel")
+_dequantise_kernel = TritonModule("rayllm_kernels.quantised.dequantise_kernel")
 _vector_kernel = TritonModule("rayllm_kernels.quantised.int4_vector_kernel")
 _stream_kernel = TritonModule("rayllm_kernels.quantised.int4_stream_kernel")
 

@@ -437,6 +437,26 @@ def choose_expert_tiles(
     return Tiles(rows, 64 if gated or rows == 64 else 128, depth, num_warps, 3, True)
 
 
+LEAST_DEQUANTISED_PAIRS = 384  # an expert; with fewer, writing and reading 2 bytes a weight takes what the products win
+DEQUANTISED_EXPERTS_BYTES = 512 << 20  # of memory that a layer's products take for it
+
+
+def dequantised_experts_take(kind: str, inputs: int, mean_pairs: float, dtype: torch.dtype, gpu: Hardware) -> bool:
+    """Whether a product with so many pairs an expert is to be that of dequantised weights (`dequantised_experts.py`).
+
+    kind: of the weights. Tensor copies want rows at multiples of 16 bytes. MXFP4 is exact in bf16.
+    """
+    fits = kind == "int4" or (kind == "mxfp4" and dtype == torch.bfloat16)
+    copies = gpu.is_hopper and dtype != torch.float32 and inputs % 8 == 0
+    return fits and copies and mean_pairs >= LEAST_DEQUANTISED_PAIRS
+
+
+def experts_at_once(count: int, hidden: int, inner: int) -> int:
+    """Experts that are dequantised together: equal parts of all `count`, gate, up and down in 2 bytes a weight."""
+    parts = -(-2 * 3 * count * hidden * inner // DEQUANTISED_EXPERTS_BYTES)
+    return -(-count // parts)
+
+
 def choose_joined_tiles(rows: int, *, gated: bool, deterministic: bool) -> Tiles:
     """Of weights that are multiplied with their scales; swept with gpt-oss-20b's experts."""
     if deterministic:

@@ -7,41 +7,16 @@ import torch
 import torch.nn.functional as F
 from support.capabilities import HERE, needs_e4m3
 from support.closeness import check_close
+from support.quantised_experts import make_weight, pack_halves
 
 from rayllm_kernels import dispatch, ops
 from rayllm_kernels.device import INTERPRETER, assumed
 from rayllm_kernels.ops import ExpertRange, ExpertWeight, Rounding, to_fp8
 from rayllm_kernels.quantised import plans
-from rayllm_kernels.quantised.formats import E2M1, e2m1_numbers, e4m3_numbers, int4_numbers
-from rayllm_kernels.quantised.int4 import pack_int4
+from rayllm_kernels.quantised.formats import E2M1
 
 ON_GPU = torch.cuda.is_available()
 DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if ON_GPU else [])]
-
-
-def pack_halves(codes, half):
-    codes = F.pad(codes, (0, 2 * half - codes.shape[-1]))
-    return codes[..., :half] | codes[..., half:] << 4
-
-
-def make_weight(weight, kind, group, rows):
-    """[E, N, K] of any floats in fewer bits."""
-    inputs = weight.shape[2]
-    if kind == "mxfp4":
-        codes, scales = e2m1_numbers(weight)
-        half = -(-inputs // 64) * 32
-        return ExpertWeight(kind, pack_halves(codes, half), scales, None, inputs, 32)
-    found = []
-    for each in weight:
-        if kind == "fp8":
-            numbers = e4m3_numbers(each, (rows, group))
-            scales = numbers.scales[::rows][:, numbers.groups[:: group or inputs]]
-            found.append((numbers.values.view(torch.uint8), scales, scales))
-        else:
-            found.append(pack_int4(int4_numbers(each, group, symmetric=rows == 1), group))
-    codes, scales, zeros = (torch.stack(parts).contiguous() for parts in zip(*found, strict=True))
-    zeros = zeros if kind == "int4" and rows > 1 else None
-    return ExpertWeight(kind, codes, scales, zeros, inputs, group, rows if kind == "fp8" else 1)
 
 
 @pytest.fixture

@@ -197,7 +197,7 @@ def test_errors(randn, each):
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_by_dequantised_weights(randn, scaled, monkeypatch, outputs, inputs, group, symmetric, dtype):
     """All at once, and in parts."""
-    from rayllm_kernels.quantised.int4_dequantise_kernel import dequantise
+    from rayllm_kernels.quantised.dequantise_kernel import dequantise
 
     weight = make_weight(scaled(outputs, inputs, torch.float32), group, symmetric=symmetric)
     out = torch.empty(outputs - 4, inputs, dtype=dtype, device=weight.codes.device)

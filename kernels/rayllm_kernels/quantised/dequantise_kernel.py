@@ -1,6 +1,9 @@
-"""Weights of 4 bits (`int4.py` has the layout) as 16-bit numbers, some rows at a time, for `dequantised_product.py`.
+"""Weights of 4 bits (`int4.py` has the layout) as 16-bit numbers, some rows at a time, for `dequantised_product.py` and
+`dequantised_experts.py`.
 
 out[n, k] = round(scale[n, group of k] * (number[n, k] - zero[n, group of k]))
+
+Numbers in e2m1 have no zero points, and their scales are exponents of 2.
 """
 
 # mypy: allow-incomplete-defs
@@ -14,6 +17,7 @@ from torch import Tensor
 from ..compile_ahead import launch
 from ..dependent_launch import wait_for_predecessor
 from ..device import hardware
+from ..e2m1 import decode_e2m1, decode_exponents
 from . import plans
 from .int4 import MIDDLE, Int4Weight
 
@@ -25,7 +29,7 @@ NUM_WARPS = 4
 
 
 @triton.jit(do_not_specialize=["first_row", "rows"])
-def _dequantise_int4_kernel(
+def _dequantise_kernel(
     weight,
     out_ptr,
     first_row,
@@ -37,6 +41,7 @@ def _dequantise_int4_kernel(
     ROWS: tl.constexpr,
     PARTS: tl.constexpr,
     BYTES: tl.constexpr,
+    E2M1: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """weight: (codes, scales, zeros or None). out [rows, K]: of so many rows from the first one on. GROUP: inputs that
@@ -56,24 +61,28 @@ def _dequantise_int4_kernel(
         group = first // GROUP if GROUP > 0 else first * 0
         place = (first_row + row) * groups + group
         mask = (row < rows) & (group < groups)
-        scales = tl.load(scales_ptr + place, mask=mask, other=0.0)
-        zeros = SYMMETRIC_ZERO
-        if zeros_ptr is not None:
-            zeros = tl.load(zeros_ptr + place, mask=mask, other=0).to(tl.float32)
-        # As floats: of differences of whole numbers LLVM makes `add.s16x2`, whose constants ptxas 12.8 loses in places.
-        numbers = (((codes >> (4 * upper)) & 15) | POWER_BITS).to(tl.float32, bitcast=True)
-        weights = (numbers - (zeros + POWER)) * scales
+        scales = tl.load(scales_ptr + place, mask=mask, other=0)
+        own = (codes >> (4 * upper)) & 15
+        if E2M1:
+            weights = decode_e2m1(own, tl.float32) * decode_exponents(scales)
+        else:
+            zeros = SYMMETRIC_ZERO
+            if zeros_ptr is not None:
+                zeros = tl.load(zeros_ptr + place, mask=mask, other=0).to(tl.float32)
+            # As floats: of differences of whole numbers LLVM makes `add.s16x2`, whose constants ptxas 12.8 loses in
+            # places.
+            weights = ((own | POWER_BITS).to(tl.float32, bitcast=True) - (zeros + POWER)) * scales
         k = upper * half + at
         tl.store(out_ptr + row * inputs + k, weights.to(out_ptr.dtype.element_ty), mask=inside & (k < inputs))
 
 
-def dequantise(weight: Int4Weight, first_row: int, out: Tensor) -> None:
-    """Write rows of W from `first_row` on to `out` [rows, K]."""
+def dequantise(weight: Int4Weight, first_row: int, out: Tensor, *, e2m1: bool = False) -> None:
+    """Write rows of W from `first_row` on to `out` [rows, K]. e2m1: its codes are that, its scales uint8 exponents."""
     (rows, inputs), half = out.shape, weight.codes.shape[1]
     overlap, own_bytes = hardware(out.device).can_overlap, plans.int4_depth(weight.group)
     parts = max(1, min(512 // own_bytes, triton.next_power_of_2(half) // own_bytes))
     own_rows = TILE // (parts * own_bytes)
-    launch(_dequantise_int4_kernel, (triton.cdiv(rows, own_rows) * triton.cdiv(half, parts * own_bytes),))(
+    launch(_dequantise_kernel, (triton.cdiv(rows, own_rows) * triton.cdiv(half, parts * own_bytes),))(
         (weight.codes, weight.scales, weight.zeros),
         out,
         first_row,
@@ -85,6 +94,7 @@ def dequantise(weight: Int4Weight, first_row: int, out: Tensor) -> None:
         ROWS=own_rows,
         PARTS=parts,
         BYTES=own_bytes,
+        E2M1=e2m1,
         OVERLAP=overlap,
         num_warps=NUM_WARPS,
         launch_pdl=overlap,
