@@ -431,14 +431,18 @@ def choose_expert_tiles(
     depth = min(deepest, 32 if gated and in_registers else 64)
     if gpu.is_hopper and kind == "int4":  # swept with three models' experts in groups of 128
         return Tiles(rows, 64, depth, 8 if gated and rows == 128 else 4, 3, True)
+    if gpu.is_hopper and kind == "fp8" and not deterministic:  # swept with three models' experts in blocks of 128
+        if gated:
+            return Tiles(rows, 64, deepest, 8 if rows == 128 else 4, {32: 2, 128: 4}.get(rows, 3), True)
+        return Tiles(rows, 64, depth if rows == 64 else deepest, 4, 3, True)
     if rows <= 32:
         return Tiles(rows, 64, depth if deterministic else deepest, 4, 3, True)
     num_warps = 8 if gated or rows == 128 else 4
     return Tiles(rows, 64 if gated or rows == 64 else 128, depth, num_warps, 3, True)
 
 
-LEAST_DEQUANTISED_PAIRS = 384  # an expert; with fewer, writing and reading 2 bytes a weight takes what the products win
-DEQUANTISED_EXPERTS_BYTES = 512 << 20  # of memory that a layer's products take for it
+LEAST_DEQUANTISED_PAIRS = 512  # an expert; with fewer, writing and reading 2 bytes a weight takes what the products win
+DEQUANTISED_EXPERTS_BYTES = 1 << 30  # of memory that a layer's products take for it: launches take longer with less
 
 
 def dequantised_experts_take(kind: str, inputs: int, mean_pairs: float, dtype: torch.dtype, gpu: Hardware) -> bool:
