@@ -19,7 +19,7 @@ class ProjectionNorms(Layer):
 
     def __init__(self, context: BuildContext, heads: Heads, eps: float):
         super().__init__(context)
-        self.eps = eps
+        self.eps, self.deterministic = eps, context.deterministic
         self.query, self.key, self.value = qkv_parts(context, heads)
         self.q_norm = context.parameter(self.query.rows)
         self.k_norm = context.parameter(self.key.rows)
@@ -29,13 +29,19 @@ class ProjectionNorms(Layer):
         if self.tp.size == 1:
             return torch.cat([ops.rms_norm(q, self.q_norm, self.eps), ops.rms_norm(k, self.k_norm, self.eps), v], dim=1)
         wide = q.float(), k.float()
-        squares = self.tp.all_reduce(torch.stack([part.pow(2).sum(-1) for part in wide], dim=1))
+        squares = self.tp.all_reduce(torch.cat([self._squares(part) for part in wide], dim=1))
         parts = zip(wide, squares.split(1, dim=1), (self.q_norm, self.k_norm), strict=True)
         normed = [
             weight * (part * torch.rsqrt(total / (part.shape[1] * self.tp.size) + self.eps)).to(qkv.dtype)
             for part, total, weight in parts
         ]
         return torch.cat([*normed, v], dim=1)
+
+    def _squares(self, part: torch.Tensor) -> torch.Tensor:
+        """[T, 1], the sum of each row's."""
+        if self.deterministic:  # the order of PyTorch's sum on CUDA depends on the number of rows
+            return ops.linear_invariant(part.pow(2), part.new_ones(1, part.shape[1]))
+        return part.pow(2).sum(-1, keepdim=True)
 
     def load(self, source: WeightSource) -> None:
         for name, parameter, part in (("q_norm", self.q_norm, self.query), ("k_norm", self.k_norm, self.key)):

@@ -11,6 +11,8 @@ from support.model_factory import make_model
 
 from rayllm import LLM, SamplingParams
 from rayllm.config.options import BUNDLED_MODEL
+from rayllm.layers.layer import BuildContext, Heads
+from rayllm.layers.projection_norms import ProjectionNorms
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -80,6 +82,28 @@ def test_results_do_not_depend_on_the_batch(tmp_path, kind):
         with engine(max_num_batched_tokens=256, num_gpu_blocks_override=POOL_BLOCKS, enforce_eager=eager) as llm:
             check(llm, crowd, alone)
             assert llm.stats().num_preemptions > 0
+
+
+class Half:
+    """The first of two ranks, whose other one has zeros."""
+
+    rank, size = 0, 2
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+def test_norms_of_projections_over_two_ranks_do_not_depend_on_the_batch():
+    """Query and key heads as MiniMax-M2 has them."""
+    context = BuildContext(Half(), torch.device("cuda"), torch.bfloat16, 1024, deterministic=True)
+    norms = ProjectionNorms(context, Heads(48, 8, 128), 1e-6)
+    for weight in (norms.q_norm, norms.k_norm):
+        torch.nn.init.ones_(weight)
+    torch.manual_seed(0)
+    qkv = torch.randn(300, 32 * 128, dtype=torch.bfloat16, device="cuda")
+    whole = norms(qkv)
+    for count in (1, 2, 4, 8, 60):
+        assert torch.equal(torch.cat([norms(part) for part in qkv.split(count)]), whole)
 
 
 def check(llm: LLM, crowd: list[list[int]], alone: list[list[object]]) -> None:

@@ -22,8 +22,8 @@ def causal_conv(
 ) -> None:
     """As above, and the cache's inputs brought up to these tokens (`state.py`).
 
-    x: [T, C] of any row stride. weight: [width, C] in x's dtype, contiguous. out: [T, C], where y goes; rows outside of
-    every sequence keep what it held. Sums are fp32, in the order of the inputs.
+    x: [T, C] of any row stride. weight: [width, C] in x's dtype, contiguous, of width 2 or more. out: [T, C], where y
+    goes; rows outside of every sequence keep what it held. Sums are fp32, in the order of the inputs.
     deterministic: a token's bits depend on its inputs alone. On CUDA they always do.
     """
     check_float(x, "x")
@@ -34,6 +34,8 @@ def causal_conv(
     if weight.dim() != 2 or weight.shape[1] != x.shape[1] or not weight.is_contiguous():
         fail("weight", f"must be [width, {x.shape[1]}], contiguous", weight.shape)
     width = weight.shape[0]
+    if width < 2:
+        fail("weight", "must have a width of 2 or more", width)
     check_state(cache.conv, "cache.conv", (width - 1, x.shape[1]), x.dtype, x.device)
     check_chunks(chunks, x.shape[0], x.device)
     check_out(out, x.shape, x, "x")

@@ -78,8 +78,7 @@ def linear(
         return y
     if out is None:
         return F.linear(x, weight, bias)
-    torch.mm(x, weight.t(), out=out)
-    return out if bias is None else out.add_(bias)
+    return torch.mm(x, weight.t(), out=out) if bias is None else torch.addmm(bias, x, weight.t(), out=out)
 
 
 def linear_invariant(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

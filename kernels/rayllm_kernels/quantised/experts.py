@@ -184,6 +184,8 @@ def _check_weight(weight: ExpertWeight, argument: str, count: int, outputs: int,
         fail(argument, f"must have {inputs} inputs", own_inputs)
     if group is not None and group not in GROUPS:
         fail(f"{argument}.group", f"must be one of {GROUPS}", group)
+    if kind == "mxfp4" and group != 32:
+        fail(f"{argument}.group", "must be 32 for mxfp4", group)
     shape = (count, outputs, inputs if kind == "fp8" else half_of(inputs, group))
     if codes.shape != shape or codes.dtype != torch.uint8 or not codes.is_contiguous():
         fail(f"{argument}.codes", f"must be contiguous uint8 of shape {shape}", (codes.dtype, *codes.shape))

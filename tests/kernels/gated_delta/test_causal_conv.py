@@ -29,6 +29,14 @@ def test_causal_conv(randn, kernels, reference, state_case, step, dtype):
     torch.testing.assert_close(ours.cache.conv, theirs.cache.conv, rtol=0, atol=0, equal_nan=True)
 
 
+def test_a_width_of_1_is_refused(randn, each, device):
+    x, tables = randn(2, CHANNELS), torch.zeros(2, 1, dtype=torch.int32, device=device)
+    cache = StateCache(torch.empty(1, 0, CHANNELS, device=device), torch.empty(0), 4)
+    chunks = Chunks(Contexts(tables, torch.ones(2, dtype=torch.int32, device=device)), None, 1)
+    with pytest.raises(ValueError, match=r"^weight must have a width of 2 or more"):
+        each.causal_conv(x, randn(1, CHANNELS), cache, chunks, torch.empty_like(x))
+
+
 def test_in_steps_as_at_once(randn, each, device):
     """However a sequence is cut into steps; the blocks hold the inputs before their ends."""
     x, weight, size = randn(23, CHANNELS), randn(WIDTH, CHANNELS), 4

@@ -55,6 +55,17 @@ def test_a_result_goes_where_it_is_wanted(randn, scaled, kernels, tokens):
     assert torch.equal(room[tokens], last)
 
 
+@pytest.mark.parametrize("tokens", [3, 100])
+def test_a_result_with_a_bias_is_rounded_once_wherever_it_goes(randn, scaled, kernels, tokens):
+    x, weight, bias = (
+        randn(tokens, 64, dtype=torch.bfloat16),
+        scaled(96, 64, torch.bfloat16),
+        randn(96, dtype=torch.bfloat16),
+    )
+    room = torch.empty(tokens, 96, dtype=torch.bfloat16, device=x.device)
+    assert torch.equal(kernels.linear(x, weight, bias, out=room), kernels.linear(x, weight, bias))
+
+
 @pytest.mark.parametrize(("tokens", "outputs", "inputs", "dtype"), CASES)
 def test_linear_act_mul(randn, scaled, kernels, tokens, outputs, inputs, dtype):
     act = sorted(ACTS)[tokens % 3]

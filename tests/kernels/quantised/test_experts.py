@@ -367,3 +367,6 @@ def test_no_tokens_and_errors(case, each):
         arguments = {"x": x, "weights": weights, "experts": experts, "gate_up": gate_up, "down": down}
         with pytest.raises(ValueError, match=f"^{name} "):
             each.experts_quantised(**{**arguments, **change})
+    gate_up = make_weight(gate_up.dequantised(0)[None].repeat(4, 1, 1), "mxfp4", 32, 1)
+    with pytest.raises(ValueError, match=r"^gate_up.group must be 32 for mxfp4"):
+        each.experts_quantised(x, weights, experts, gate_up._replace(group=64), down)
