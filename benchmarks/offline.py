@@ -214,8 +214,8 @@ def print_table(report: dict[str, Any]) -> None:
 def offline(
     workload: Annotated[list[str] | None, typer.Option(help="Name of a workload; may be repeated.")] = None,
     num_prompts: Annotated[int | None, typer.Option(help="Number of prompts, instead of a named workload.")] = None,
-    input_len: Annotated[str, typer.Option(help="Tokens of a prompt, or a range A:B.")] = "512",
-    output_len: Annotated[str, typer.Option(help="Tokens to generate, or a range A:B.")] = "128",
+    input_len: Annotated[str | None, typer.Option(help="Tokens of a prompt, or a range A:B [default: 512].")] = None,
+    output_len: Annotated[str | None, typer.Option(help="Tokens to generate, or a range A:B [default: 128].")] = None,
     warmup: Annotated[int, typer.Option(help="Runs that are not measured.")] = 1,
     repeat: Annotated[int, typer.Option(help="Runs that are measured; the median counts.")] = 3,
     json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
@@ -228,7 +228,9 @@ def offline(
     if workload and num_prompts is not None:
         raise ConfigError("give --workload or --num-prompts, not both")
     if num_prompts is not None:
-        workloads = [custom_workload(num_prompts, input_len, output_len)]
+        workloads = [custom_workload(num_prompts, input_len or "512", output_len or "128")]
+    elif input_len is not None or output_len is not None:
+        raise ConfigError("--input-len and --output-len need --num-prompts; named workloads have their own lengths")
     else:
         workloads = [named_workload(name) for name in workload or ["bs1_128_256"]]
     config = engine_config(options, skip_tokenizer_init=True, max_num_batched_tokens=OFFLINE_BATCHED_TOKENS)

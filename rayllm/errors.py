@@ -5,6 +5,7 @@
     │   └── ModelError       a checkpoint that cannot be served (missing, unknown architecture, wrong weights)
     ├── InvalidRequestError  a bad request: HTTP 400; `param` names the field
     │   └── OverloadedError  a request that is refused only for now, as too much waits: HTTP 429
+    ├── OutputError          results that cannot be written
     ├── StartupError         the engine could not be started (too few GPUs, a worker died while loading)
     └── EngineDeadError      the engine stopped; requests in flight end with this
 
@@ -39,6 +40,10 @@ class InvalidRequestError(RayllmError, ValueError):
 
 class OverloadedError(InvalidRequestError):
     """A request that is refused because too much waits already; the same may be taken a little later."""
+
+
+class OutputError(RayllmError):
+    """Results that cannot be written."""
 
 
 class StartupError(RayllmError, RuntimeError):

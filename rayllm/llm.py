@@ -18,6 +18,7 @@ from tqdm import tqdm
 
 from rayllm.api.sampling_params import SamplingParams
 from rayllm.api.types import Abort, EngineStats, GenerationRequest, Pooling, RequestOutput
+from rayllm.config.model_folder import load_model_spec
 from rayllm.config.options import OFFLINE_BATCHED_TOKENS, EngineConfig, make_config
 from rayllm.engine.build import start_engine
 from rayllm.engine.delta_buffer import DeltaBuffer
@@ -59,6 +60,7 @@ class LLM:
             options["model"] = model
         self.config = local_engine(make_config(EngineConfig, OFFLINE_DEFAULTS | options))
         self._core: EngineCore | None = None
+        load_model_spec(self.config.model)  # says what is wrong with a folder before its tokenizer is missed
         skip = self.config.skip_tokenizer_init
         self.tokenizer: Tokenizer | None = None if skip else load_tokenizer(self.config.model)
         self._core = start_engine(self.config)

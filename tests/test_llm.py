@@ -266,8 +266,9 @@ def test_bad_model_folders_are_refused_by_name(tmp_path):
         (tmp_path / "empty", "is empty"),
         (copy_model(tmp_path, architectures=["MambaForCausalLM"]), "MambaForCausalLM is not supported; supported are"),
     ]:
-        with pytest.raises(ModelError, match=message):
-            LLM(str(folder), device="cpu", skip_tokenizer_init=True)
+        for skip in (False, True):
+            with pytest.raises(ModelError, match=message):
+                LLM(str(folder), device="cpu", skip_tokenizer_init=skip)
 
 
 def test_weights_that_do_not_fit_are_refused(tmp_path):

@@ -24,6 +24,8 @@ class FileInput:
         """Raises ConfigError if it cannot be read."""
         self._path = path
         try:
+            if not path.is_dir() and not path.is_file() and path.exists():  # which has its lines once
+                raise ConfigError(f"the input file {path} is no regular file; use {STDIN}, and give it standard input")
             path.open("rb").close()
         except OSError as error:
             raise ConfigError(f"the input file {path} cannot be read: {error.strerror}") from None
@@ -43,14 +45,18 @@ class FileInput:
 
 
 async def stdin_lines() -> AsyncIterator[bytes]:
-    """The lines of standard input, which may come slowly."""
+    """The lines of standard input, which may come slowly. Raises ConfigError if it is closed."""
+    if sys.stdin is None:
+        raise ConfigError("standard input is closed, and there is no other input")
     source = sys.stdin.buffer
-    async for line in split_lines(_file_chunks(source) if _is_file(source) else _pipe_chunks(source)):
+    async for line in split_lines(_pipe_chunks(source) if _may_wait(source) else _file_chunks(source)):
         yield line
 
 
-def _is_file(source: BinaryIO) -> bool:
-    return stat.S_ISREG(os.fstat(source.fileno()).st_mode)
+def _may_wait(source: BinaryIO) -> bool:
+    """Whether reading may wait for somebody to write: not for files and /dev/null."""
+    mode = os.fstat(source.fileno()).st_mode
+    return stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode) or source.isatty()
 
 
 async def _file_chunks(file: BinaryIO) -> AsyncIterator[bytes]:

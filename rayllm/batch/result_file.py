@@ -11,7 +11,7 @@ import msgspec
 
 from rayllm.batch.lines import BatchResult
 from rayllm.batch.runner import Counts
-from rayllm.errors import ConfigError
+from rayllm.errors import ConfigError, OutputError
 
 MAX_PENDING_BYTES = 2**20
 START = b'{"id":"batch_req_'  # of a line
@@ -21,24 +21,28 @@ class InUseError(ConfigError):
     """Another process has the file open."""
 
 
+class NoResultsError(ConfigError):
+    """The file holds something else than the results of a batch."""
+
+
 class ResultFile:
     """Results are appended to a file, which one process at a time may have open.
 
     A last line that broke off is cut off when it is opened. answered: ids of its results, those that were added too.
-    counts: of the results that it had when it was opened; `run_batch` goes on with it. Raises ConfigError for a file
-    that is no output of a batch, that cannot be opened, or is in use.
+    counts: of the results that it had when it was opened; `run_batch` goes on with it. Raises NoResultsError,
+    InUseError, and another ConfigError for a file that cannot be opened.
     """
 
     def __init__(self, path: Path):
         self.answered: set[str] = set()
         self.counts = Counts()
-        self._path = path
+        self._path, self._size = path, 0  # bytes of whole lines
         self._pending: list[bytes] = []
         self._pending_bytes = 0
         try:
             self._file: BinaryIO = path.open("a+b")
         except OSError as error:
-            raise ConfigError(f"the output file {path} cannot be opened: {error.strerror}") from None
+            raise ConfigError(f"the output file {path} cannot be opened: {error.strerror or error}") from None
         try:
             self._lock()
             self._read()
@@ -47,7 +51,7 @@ class ResultFile:
             raise
 
     def add(self, result: BatchResult) -> None:
-        """Append a result, at the latest when `flush` is called. Raises OSError."""
+        """Append a result, at the latest when `flush` is called. Raises OutputError."""
         line = result.line()
         self.answered.add(result.id)
         self._pending.append(line)
@@ -56,19 +60,32 @@ class ResultFile:
             self.flush()
 
     def flush(self) -> None:
-        """Hand what was added to the system, so that it is there even if this process is killed. Raises OSError."""
-        if self._pending:
-            lines, self._pending, self._pending_bytes = self._pending, [], 0
-            self._file.write(b"".join(lines))
-            self._file.flush()
+        """Hand what was added to the system, so that it is there even if this process is killed. Raises OutputError;
+        then the file has whole lines only, and the next call tries again.
+        """
+        lines = memoryview(b"".join(self._pending))
+        written, file = 0, self._file.fileno()
+        try:
+            while written < len(lines):
+                written += os.write(file, lines[written:])
+        except OSError as error:
+            os.ftruncate(file, self._size)
+            raise self._no_write(error) from None
+        self._size += written
+        self._pending, self._pending_bytes = [], 0
 
     def close(self) -> None:
-        """Bring all that was added to the disk, and let others open the file. Raises OSError."""
+        """Bring all that was added to the disk, and let others open the file. Raises OutputError."""
         try:
             self.flush()
             os.fsync(self._file.fileno())
+        except OSError as error:
+            raise self._no_write(error) from None
         finally:
             self._file.close()
+
+    def _no_write(self, error: OSError) -> OutputError:
+        return OutputError(f"the output file {self._path} cannot be written: {error.strerror}")
 
     def _lock(self) -> None:
         try:
@@ -78,23 +95,22 @@ class ResultFile:
 
     def _read(self) -> None:
         self._file.seek(0)
-        read, size = msgspec.json.Decoder(BatchResult).decode, 0
+        read = msgspec.json.Decoder(BatchResult).decode
         for number, line in enumerate(self._file, start=1):
             if not line.endswith(b"\n") and _may_begin_a_result(line):
-                self._file.truncate(size)
+                self._file.truncate(self._size)
                 break
             try:
                 result = read(line)
             except (msgspec.MsgspecError, UnicodeDecodeError):
                 reason = f"its line {number} is not a result"
-                raise ConfigError(f"the output file {self._path} is no output of a batch: {reason}") from None
+                raise NoResultsError(f"the output file {self._path} is no output of a batch: {reason}") from None
             if result.id in self.answered:
-                raise ConfigError(f"the output file {self._path} has two results with the id {result.id!r}")
+                raise NoResultsError(f"the output file {self._path} has two results with the id {result.id!r}")
             self.answered.add(result.id)
             self.counts.add(result)
-            size += len(line)
+            self._size += len(line)
         self.counts.prompt_tokens = self.counts.completion_tokens = 0
-        self._file.seek(0, os.SEEK_END)
 
 
 def _may_begin_a_result(line: bytes) -> bool:

@@ -38,7 +38,7 @@ class Results(Protocol):
 
     def add(self, result: BatchResult) -> None: ...
     def flush(self) -> None:
-        """Bring all that was added to where the next run finds it."""
+        """Bring all that was added to where the next run finds it. Raises OutputError, and so may `add`."""
 
 
 class Counts(msgspec.Struct):
@@ -90,8 +90,9 @@ async def run_batch(
     """Add the result of each line that `results` has none of, in any order.
 
     endpoints: the urls that requests may have. counts: of the results that are there already; it goes on counting.
-    limit: requests in flight. on_result: told of each new result. Raises what else `ask` raises, and ConfigError at the
-    end if `results` had results of other lines. However it ends, cancelled too, what was added is flushed.
+    limit: requests in flight. on_result: told of each new result. Raises what else `ask` raises, OutputError, and
+    ConfigError at the end if `results` had results of other lines. However it ends, cancelled too, what was added is
+    flushed.
     """
     reader, unmet, lock = LineReader(endpoints), set(results.answered), asyncio.Lock()
 
@@ -122,15 +123,14 @@ async def run_batch(
             await asyncio.sleep(FLUSH_S)
             results.flush()
 
-    flushing = asyncio.create_task(flush_often())
     try:
         async with asyncio.TaskGroup() as group:
-            for _ in range(limit):
-                group.create_task(work())
+            flushing = group.create_task(flush_often())
+            await asyncio.wait([group.create_task(work()) for _ in range(limit)])
+            flushing.cancel()
     except BaseExceptionGroup as errors:
         raise errors.exceptions[0] from None
     finally:
-        flushing.cancel()
         results.flush()
     if unmet:
         raise foreign_results(len(unmet))

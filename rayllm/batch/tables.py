@@ -20,7 +20,7 @@ import orjson
 from rayllm.batch.lines import BatchResult
 from rayllm.batch.result_file import ResultFile
 from rayllm.batch.runner import Counts
-from rayllm.errors import ConfigError
+from rayllm.errors import ConfigError, OutputError
 
 if TYPE_CHECKING:
     import ray.data
@@ -80,7 +80,7 @@ class TableInput:
         rows: Iterator[dict[str, Any]] = await asyncio.to_thread(lambda: iter(self._dataset().iter_rows()))
         while taken := await asyncio.to_thread(lambda: list(itertools.islice(rows, ROWS))):
             for row in taken:
-                line = row["text"].strip().encode() if self._reader == "read_text" else row_line(row)
+                line = text_line(row["text"]) if self._reader == "read_text" else row_line(row)
                 if line:
                     yield line
 
@@ -95,7 +95,21 @@ class TableInput:
         context = ray.data.DataContext.get_current()
         context.execution_options.preserve_order = True  # or ids of equal lines would change
         context.enable_progress_bars = False
-        return getattr(ray.data, self._reader)(self._path)
+        options = {}
+        if self._reader == "read_csv":  # which would take "007" for a number
+            import pyarrow
+            from pyarrow import csv
+
+            types = dict.fromkeys(("custom_id", "method", "url", "body"), pyarrow.string())
+            options["convert_options"] = csv.ConvertOptions(
+                column_types=types, null_values=[""], strings_can_be_null=True
+            )
+        return getattr(ray.data, self._reader)(self._path, **options)
+
+
+def text_line(text: str) -> bytes:
+    """A line of a text file, whose first one may begin with a byte order mark."""
+    return text.removeprefix("\ufeff").strip().encode()
 
 
 def row_line(row: dict[str, Any]) -> bytes:
@@ -105,7 +119,7 @@ def row_line(row: dict[str, Any]) -> bytes:
         line["body"] = orjson.Fragment(body)
     elif body is not None:
         line["body"] = _given(body)
-    if isinstance(custom_id := line.get("custom_id"), int):  # CSV has no types
+    if isinstance(custom_id := line.get("custom_id"), int):  # a column of numbers
         line["custom_id"] = str(custom_id)
     return orjson.dumps(line, option=orjson.OPT_SERIALIZE_NUMPY, default=str)
 
@@ -138,9 +152,9 @@ class ParquetParts:
             names = sorted(part.path for part in parts if part.path.endswith(".parquet"))
             for name in names:
                 self._read(name)
+            self._next = 1 + max((int(PurePosixPath(name).stem.removeprefix("part-")) for name in names), default=-1)
         except (OSError, KeyError, ValueError) as error:
             raise ConfigError(f"the output folder {folder} cannot be used: {error}") from None
-        self._next = 1 + max((int(PurePosixPath(name).stem.removeprefix("part-")) for name in names), default=-1)
 
     def add(self, result: BatchResult) -> None:
         """Have a result written, at the latest PART_S seconds later."""
@@ -177,8 +191,11 @@ class ParquetParts:
         types = dict.fromkeys(COLUMNS, pyarrow.string()) | {"status_code": pyarrow.int32()}
         table = pyarrow.table(self._rows, schema=pyarrow.schema(types))
         path = f"{self._folder}/part-{self._next:05}.parquet"
-        parquet.write_table(table, f"{path}.draft", filesystem=self._files)
-        self._files.move(f"{path}.draft", path)
+        try:
+            parquet.write_table(table, f"{path}.draft", filesystem=self._files)
+            self._files.move(f"{path}.draft", path)
+        except OSError as error:
+            raise OutputError(f"the output {path} cannot be written: {error}") from None
         self._rows, self._next = {}, self._next + 1
 
     def _read(self, path: str) -> None:

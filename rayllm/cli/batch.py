@@ -63,10 +63,10 @@ def batch(
     with ExitStack() as life:
         if on_ray:
             life.enter_context(_ray())
-        results = life.enter_context(closing(open_results(output)))
         given: FileInput | TableInput | None = None
         if source != STDIN:
             given = FileInput(Path(source)) if is_lines(source) else TableInput(source)
+        results = life.enter_context(closing(open_results(output)))
         total = None if given is None else asyncio.run(_check(given, endpoints, results))
         if total is not None and results.counts.done == total:
             print(f"rayllm: {output} has the results of all {total} requests already", file=sys.stderr)

@@ -96,7 +96,7 @@ def read_lora_config(folder: str) -> LoraConfig:
         folder=folder,
         r=_number(told, file, "r", int),
         alpha=_number(told, file, "lora_alpha", int | float),
-        rslora=bool(told.pop("use_rslora", False)),
+        rslora=_flag(told, file, "use_rslora"),
         rank_pattern=_pattern(told, file, "rank_pattern", int),
         alpha_pattern=_pattern(told, file, "alpha_pattern", int | float),
         targets=_targets(told, file),
@@ -138,6 +138,13 @@ def _number(told: dict[str, Any], file: Path, key: str, kind: Any) -> Any:
     if not isinstance(value, kind) or isinstance(value, bool) or value <= 0:
         raise ModelError(f"{file}: {key} must be a positive number, not {value!r}")
     return value
+
+
+def _flag(told: dict[str, Any], file: Path, key: str) -> bool:
+    value = told.pop(key, None)
+    if not isinstance(value, bool | None):
+        raise ModelError(f"{file}: {key} must be true or false, not {value!r}")
+    return bool(value)
 
 
 def _pattern(told: dict[str, Any], file: Path, key: str, kind: Any) -> dict[str, Any]:

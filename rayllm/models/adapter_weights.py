@@ -63,6 +63,8 @@ def read_adapter(model: CausalLM, folder: str, digest: str) -> list[ProjectionMa
             a, b = _checked(config, module, pair, projection.state.max_rank)
             a = a[:, module.columns].to(dtype, copy=True).contiguous()
             b = (module.rows(b).float() * config.scale(pair.module)).to(dtype).contiguous()
+            if not a.isfinite().all():
+                raise ModelError(f"{folder}: {pair.module}.lora_A.weight is not finite in {dtype}")
             if not b.isfinite().all():  # products add all slots' B times zero, but for a token's own
                 raise ModelError(f"{folder}: {pair.module}.lora_B.weight is not finite, times alpha / r, in {dtype}")
             ranks[number] = a.shape[0]

@@ -13,6 +13,7 @@ from rayllm.api.types import EngineStats
 from rayllm.batch.app_client import AppClient
 from rayllm.batch.lines import BatchRequest
 from rayllm.batch.runner import Ask
+from rayllm.config.model_folder import load_model_spec
 from rayllm.config.options import OFFLINE_BATCHED_TOKENS, ModelConfig, ServerConfig
 from rayllm.engine.build import start_engine
 from rayllm.engine.driver import SWITCH_S, Core, start_core
@@ -137,6 +138,7 @@ class LocalEngine:
         if options.max_num_batched_tokens is None:
             options = options.model_copy(update={"max_num_batched_tokens": OFFLINE_BATCHED_TOKENS})
         self._model = model
+        load_model_spec(options.model)  # says what is wrong with a folder before its tokenizer is missed
         self._tokenizer = None if options.skip_tokenizer_init else load_tokenizer(options.model)
         self._core = start_core(partial(start_engine, options))
 

@@ -1,14 +1,17 @@
 """The runner over a fake `ask`: each line has one result, runs go on, refusals are tried again, few are in flight."""
 
 import asyncio
+import errno
 import json
+import os
 
 import pytest
 
-from rayllm.batch import runner
+from rayllm.batch import result_file, runner
+from rayllm.batch.lines import BatchRequest, answered
 from rayllm.batch.result_file import ResultFile
 from rayllm.batch.runner import check_results, run_batch
-from rayllm.errors import ConfigError, EngineDeadError
+from rayllm.errors import ConfigError, EngineDeadError, OutputError
 
 URL = "/v1/completions"
 
@@ -187,3 +190,60 @@ def test_an_output_is_written_by_one_at_a_time(path):
         ResultFile(path)
     first.close()
     ResultFile(path).close()
+
+
+class FullDisk:
+    """`os.write` on a disk that takes so many more bytes."""
+
+    def __init__(self, monkeypatch, room):
+        self.room, self.write = room, os.write
+        monkeypatch.setattr(result_file.os, "write", self)
+
+    def __call__(self, file, data):
+        if not self.room:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        written = self.write(file, data[: self.room])
+        self.room -= written
+        return written
+
+
+def test_what_could_not_be_written_is_written_later(path, monkeypatch):
+    disk = FullDisk(monkeypatch, 10**6)
+    results = ResultFile(path)
+
+    def add(name):
+        results.add(answered(BatchRequest(f"batch_req_{name}", name, URL, b"{}"), 200, b'{"text": "x"}'))
+
+    add("a")
+    results.flush()
+    disk.room = 20
+    add("b")
+    with pytest.raises(OutputError, match=r"out\.jsonl cannot be written: No space left on device"):
+        results.flush()
+    assert set(answers(path)) == {"a"}, "no half of a line"
+    add("c")
+    disk.room = 10**6
+    results.close()
+    assert answers(path) == {"a": "x", "b": "x", "c": "x"}
+
+
+def test_a_run_ends_when_its_results_cannot_be_written(path, monkeypatch):
+    monkeypatch.setattr(runner, "FLUSH_S", 0.01)
+    disk = FullDisk(monkeypatch, 0)
+
+    async def ask(request):
+        if b'"slow"' in request.body:
+            await asyncio.Event().wait()
+        return await echo(request)
+
+    async def main():
+        results = ResultFile(path)
+        work = run_batch(source(requests("a", "slow")), [URL], ask, results, results.counts, 4)
+        with pytest.raises(OutputError):
+            await asyncio.wait_for(work, 20)
+        disk.room = 10**6
+        results.close()
+
+    asyncio.run(main())
+    assert answers(path) == {"a": "a"}
+    assert run(path, requests("a", "slow")).completed == 2

@@ -7,7 +7,7 @@ import pytest
 
 from rayllm.batch import tables
 from rayllm.batch.lines import BatchRequest, LineReader, answered, failed
-from rayllm.batch.tables import ParquetParts, TableInput, is_lines, open_results, row_line
+from rayllm.batch.tables import ParquetParts, TableInput, is_lines, open_results, row_line, text_line
 from rayllm.errors import ConfigError
 
 URL = "/v1/completions"
@@ -31,6 +31,24 @@ def test_a_row_is_a_line(row, line):
 
 def test_a_row_whose_body_is_no_json_has_an_error():
     assert LineReader([URL]).read(row_line({"custom_id": "a", "url": URL, "body": "oh"})).error.code == "invalid_json"
+
+
+def test_a_byte_order_mark_is_no_part_of_a_line():
+    assert text_line('\ufeff{"custom_id": "a"} ') == b'{"custom_id": "a"}'
+
+
+def test_ids_in_csv_are_text(tmp_path, monkeypatch):
+    csv = pytest.importorskip("pyarrow.csv")
+    file = tmp_path / "in.csv"
+    file.write_text(f'custom_id,url,method,body\n007,{URL},,{{}}\n7,{URL},POST,{{}}\n1e5,{URL},,"{{""n"": 1}}"\n')
+    given = {}
+    monkeypatch.setattr(tables, "_need_ray_data", lambda: None)
+    monkeypatch.setattr("ray.data.read_csv", lambda _path, **options: given.update(options) or Rows([]))
+    TableInput(str(file))._dataset()
+    rows = csv.read_csv(file, **given).to_pylist()
+    requests = [LineReader([URL]).read(row_line(row)) for row in rows]
+    assert [request.custom_id for request in requests] == ["007", "7", "1e5"]
+    assert json.loads(requests[2].body) == {"n": 1}
 
 
 def test_local_files_of_lines_need_no_ray_data(tmp_path):

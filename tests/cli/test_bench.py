@@ -28,6 +28,12 @@ def test_flags_reach_the_script():
     assert "output_len must be at least 1" in str(error)
 
 
+def test_lengths_without_a_number_of_prompts_are_refused():
+    for given in (["--input-len", "4096"], ["--workload", "nano256", "--output-len", "16"]):
+        error = runner.invoke(cli.app, ["bench", "offline", *given]).exception
+        assert "--input-len and --output-len need --num-prompts" in str(error)
+
+
 def test_the_commands_are_listed_with_what_they_measure():
     text = runner.invoke(cli.app, ["bench", "--help"]).stdout
     for line in ("offline  Measure the engine", "serve    Measure a running server", "kernels  Measure the kernels"):

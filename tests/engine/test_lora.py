@@ -230,6 +230,7 @@ def test_a_request_keeps_an_adapter_that_is_unloaded(llama):
         ({"r": 4}, r"q_proj.lora_A.weight is \[8, 96\] of torch.float32, but must be \[4, 96\]"),
         ({"r": 80, "lora_alpha": 16}, "q_proj has rank 80, and max_lora_rank is 64"),
         ({"lora_alpha": 1e40}, "q_proj.lora_B.weight is not finite, times alpha / r"),
+        ({"use_rslora": "false"}, "use_rslora must be true or false, not 'false'"),
         ({"target_modules": ["q_proj"]}, "is of a module that target_modules does not name"),
         ({"target_modules": None}, "target_modules must be a list"),
         ({"target_modules": "("}, "is no regular expression"),
@@ -249,6 +250,16 @@ def change(path: str, **renamed: str) -> None:
     name = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
     tensors[renamed["to"]] = tensors.pop(name)
     save_file(tensors, file)
+
+
+def test_matrices_that_are_not_finite_are_refused(llama, tmp_path):
+    path = make_adapter(tmp_path / "adapter", llama.folder, rank=8)
+    file = Path(path, "adapter_model.safetensors")
+    tensors = load_file(file)
+    tensors["base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"][0, 0] = float("nan")
+    save_file(tensors, file)
+    with engine(llama) as llm, pytest.raises(ModelError, match=r"q_proj\.lora_A\.weight is not finite"):
+        llm.load_lora_adapter("x", path)
 
 
 def test_bad_folders_and_tensors_are_named(llama, tmp_path):

@@ -480,6 +480,20 @@ def test_a_batch_with_a_line_that_cannot_be_read_is_cancelled(tmp_path):
     asyncio.run(asyncio.wait_for(use(), 20))
 
 
+def test_a_batch_whose_results_are_broken_has_failed(server):
+    async def check():
+        batch_id = await server.batch_id(line("a"))
+        stored = server.store.take(batch_id)
+        server.store.results(stored).write_text("something else\n")
+        server.store.release(stored)
+        async with server.working():
+            batch = await asyncio.wait_for(server.until(batch_id, "failed"), 20)
+        assert batch.errors.data[0].code == "broken_results"
+        assert "is no output of a batch" in batch.errors.data[0].message
+
+    asyncio.run(check())
+
+
 def test_a_key_that_goes_leaves_its_files_to_nobody(tmp_path):
     """Of keys without names, which what they own is kept by."""
 

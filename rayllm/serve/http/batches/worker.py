@@ -27,7 +27,7 @@ from rayllm import timeouts
 from rayllm.batch.app_client import AppClient
 from rayllm.batch.inputs import FileInput
 from rayllm.batch.lines import BatchRequest, BatchResult
-from rayllm.batch.result_file import ResultFile
+from rayllm.batch.result_file import NoResultsError, ResultFile
 from rayllm.batch.runner import NotSentError, run_batch
 from rayllm.serve.http.batches.store import BatchError, BatchErrors, BatchStore, RequestCounts, StoredBatch
 from rayllm.serve.http.errors import ApiError
@@ -155,13 +155,15 @@ class BatchWorker:
             total = await file.count()
             if not total:
                 raise ApiError(400, "the input file has no requests", code="empty_file", param="input_file_id")
-        except ApiError as error:
-            message = BatchError(error.code or error.kind, error.detail, param=error.param)
+            results = await asyncio.to_thread(ResultFile, store.results(stored))
+        except (ApiError, NoResultsError) as error:
+            message = BatchError("broken_results", str(error))
+            if isinstance(error, ApiError):
+                message = BatchError(error.code or error.kind, error.detail, param=error.param)
             batch.status, batch.failed_at = "failed", int(store.clock())
             batch.errors = BatchErrors([message])
             await asyncio.to_thread(store.end, stored)
             return
-        results = await asyncio.to_thread(ResultFile, store.results(stored))
         try:
             batch.request_counts = RequestCounts(total, results.counts.completed, results.counts.failed)
             if batch.status == "validating":
