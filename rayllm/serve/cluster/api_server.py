@@ -101,7 +101,9 @@ class ServedModels:
         self._adapters_known = 0  # as `ServerMember` has it
 
     async def start(self) -> None:
-        """Return when every model has an engine. Raises ConfigError, StartupError."""
+        """Return when every model has an engine, and those on their way have answered. Raises ConfigError,
+        StartupError.
+        """
         if (named := self._options.server.state_dir) is not None:
             self._open_stores(_named_folder(named))
         folder, name = log_folder(), f"requests_{self._place.replica_id}.log"  # beside Serve's own logs
@@ -115,6 +117,10 @@ class ServedModels:
         watch_host(self._options.server.spot_notices, self._place.node_id)
         self.membership = Membership(self._directory, self._member, self._report, self._on_view, self._stop)
         while not all(model.num_replicas for model in self.models.values()):
+            await asyncio.sleep(timeouts.REGISTER_S / 10)
+        # The first one may be about to leave; then there would be none for a moment.
+        deadline = time.monotonic() + timeouts.CONNECT_S
+        while any(model.is_connecting for model in self.models.values()) and time.monotonic() < deadline:
             await asyncio.sleep(timeouts.REGISTER_S / 10)
 
     def make_app(self, **options: Any) -> FastAPI:

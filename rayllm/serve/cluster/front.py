@@ -201,6 +201,11 @@ class ModelFront:
         """Replicas that new requests can go to."""
         return sum(replica.is_usable for replica in self._replicas.values())
 
+    @property
+    def is_connecting(self) -> bool:
+        """Whether an engine that the directory knows has not answered yet."""
+        return bool(self._connecting)
+
     async def unhealthy_reason(self) -> str | None:
         """None if requests are being answered, else why not; as of the last beat."""
         try:

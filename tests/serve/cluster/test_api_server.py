@@ -15,6 +15,7 @@ from support.serve import LocalDirectory, engine_member, place
 from rayllm import timeouts
 from rayllm.api.wire import VERSION
 from rayllm.config.options import ServerConfig
+from rayllm.engine.client import EngineClient
 from rayllm.errors import ConfigError, EngineDeadError
 from rayllm.serve.cluster.api_server import ApiServer, FrontOptions
 from rayllm.serve.cluster.directory import ServerMember
@@ -242,3 +243,25 @@ def test_responses_in_a_folder_that_was_named(tmp_path):
         await cluster.engine.__del__()
 
     asyncio.run(run())
+
+
+@scenario
+async def test_a_server_listens_once_all_engines_have_answered(cluster):
+    """Else the only one that it has reached may drain, and it would refuse what others could answer."""
+    connect, calls, core = EngineClient.connect, [], FakeCore()
+    other = place("engine2")
+    engine = await make(EngineReplica, None, "m", 20.0, "none", lambda _config: core, other, cluster.directory)
+
+    async def slowly(self):
+        calls.append(self)
+        await asyncio.sleep(0.5 * (len(calls) == 2))
+        await connect(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(EngineClient, "connect", slowly)
+        server = await make(ApiServer, options(), place=place("api2"), registry=cluster.directory)
+    assert len(calls) == 2
+    assert server._models.models["m"].num_replicas == 2
+    cluster.directory.stop(0)
+    for each in (server, engine):
+        await asyncio.wait_for(each.__del__(), 10)
