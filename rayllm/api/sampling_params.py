@@ -168,7 +168,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     bad_words: list[str] = []
     # None means up to the model's context.
     max_tokens: Annotated[int | None, _Range(1, 2**31 - 1)] = 16
-    # Neither end-of-sequence nor stop ids come before so many tokens, and no stop string ends the text.
+    # Neither end-of-sequence nor stop ids come before so many tokens; stop strings are sought in what follows them.
     min_tokens: Annotated[int, _Range(0, 2**31 - 1)] = 0
     # Strings that end the text and are cut off it, at most 64, with 16,384 characters in all.
     stop: list[str] = []
