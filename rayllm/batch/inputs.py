@@ -24,7 +24,7 @@ class FileInput:
         """Raises ConfigError if it cannot be read."""
         self._path = path
         try:
-            if not path.is_dir() and not path.is_file() and path.exists():  # which has its lines once
+            if path.exists() and not (path.is_file() or path.is_dir()):  # a pipe has its lines once
                 raise ConfigError(f"the input file {path} is no regular file; use {STDIN}, and give it standard input")
             path.open("rb").close()
         except OSError as error:

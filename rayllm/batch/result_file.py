@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -61,7 +62,7 @@ class ResultFile:
 
     def flush(self) -> None:
         """Hand what was added to the system, so that it is there even if this process is killed. Raises OutputError;
-        then the file has whole lines only, and the next call tries again.
+        half a line is cut off then, and the next call tries again.
         """
         lines = memoryview(b"".join(self._pending))
         written, file = 0, self._file.fileno()
@@ -69,7 +70,8 @@ class ResultFile:
             while written < len(lines):
                 written += os.write(file, lines[written:])
         except OSError as error:
-            os.ftruncate(file, self._size)
+            with suppress(OSError):  # else it is cut off when the file is opened again
+                os.ftruncate(file, self._size)
             raise self._no_write(error) from None
         self._size += written
         self._pending, self._pending_bytes = [], 0

@@ -1,4 +1,4 @@
-"""Experts' weights in fewer bits, made of any floats."""
+"""Experts with weights in fewer bits, made of any floats."""
 
 from __future__ import annotations
 
@@ -13,6 +13,15 @@ from rayllm_kernels.quantised.int4 import pack_int4
 def pack_halves(codes, half):
     codes = F.pad(codes, (0, 2 * half - codes.shape[-1]))
     return codes[..., :half] | codes[..., half:] << 4
+
+
+def make_arguments(randn, tokens, num_experts, top_k, hidden, inner, dtype, how):
+    """The arguments of `ops.experts_quantised` to `down`. how: as of `make_weight`, from `kind` on."""
+    x = randn(tokens, hidden + 8, dtype=dtype)[:, :hidden]
+    gate_up = make_weight(randn(num_experts, 2 * inner, hidden).mul_(2 * hidden**-0.5), *how)
+    down = make_weight(randn(num_experts, hidden, inner).mul_(inner**-0.5), *how)
+    weights, experts = randn(tokens, num_experts).softmax(-1).topk(top_k)
+    return x, weights.contiguous(), experts.to(torch.int32), gate_up, down
 
 
 def make_weight(weight, kind, group, rows):

@@ -381,8 +381,8 @@ def multiply(
 
     x: [P, K] in the order of places. weight: [E, N, K]. groups: in tiles of HOPPER_ROWS. scales, for e4m3: of x, [T, 1]
     of tokens for the first product and [P, groups of 128] for the second, and of the weights' rows. dtype: the model's.
-    rounded: with a scale for each 128 outputs. out: what else the result is written to, rows of other experts' pairs
-    staying as they are.
+    rounded: with a scale for each 128 outputs. out: for z, instead of a new tensor; rows of other experts' pairs stay
+    as they are.
     """
     (pairs, inputs), (_, rows, _) = x.shape, weight.shape
     gated, gpu, most = activation[0] is not None, hardware(x.device), groups.tiles.shape[1]

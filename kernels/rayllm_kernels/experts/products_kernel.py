@@ -209,8 +209,8 @@ def multiply_many(
 ) -> Tensor:
     """z [P, H] of x [T, H] and experts [T, k], by `hopper_kernel`.
 
-    groups: in tiles of HOPPER_ROWS, with places. out: what else z is written to, rows of pairs of experts that are not
-    here staying as they are.
+    groups: in tiles of HOPPER_ROWS, with places. out: for z, instead of a new tensor; rows of pairs of experts that are
+    not here stay as they are.
     """
     assert groups.places is not None
     gate_up, down, gate_up_bias, down_bias, act, clamp = projections

@@ -37,7 +37,7 @@ class ExpertWeight(NamedTuple):
     codes: uint8 [E, N, K] of e4m3 numbers for "fp8"; else [E, N, `half_of`(K, group)], two numbers a byte, one of each
     half of a row. scales: float32 [E, ceil(N / rows), groups], and for "mxfp4" uint8 exponents of 2 with 127 added.
     zeros: uint8 of the same shape, for "int4"; None: all are 8. inputs: K. group: inputs that share a scale, one of
-    GROUPS, None for all. rows: outputs that do.
+    GROUPS, None for all; of "mxfp4" 32. rows: outputs that do.
     """
 
     kind: Kind

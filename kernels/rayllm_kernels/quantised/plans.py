@@ -442,7 +442,7 @@ def choose_expert_tiles(
 
 
 LEAST_DEQUANTISED_PAIRS = 512  # an expert; with fewer, writing and reading 2 bytes a weight takes what the products win
-DEQUANTISED_EXPERTS_BYTES = 1 << 30  # of memory that a layer's products take for it: launches take longer with less
+DEQUANTISED_EXPERTS_BYTES = 1 << 30  # of memory that they are written to at a time; more parts are more launches
 
 
 def dequantised_experts_take(kind: str, inputs: int, mean_pairs: float, dtype: torch.dtype, gpu: Hardware) -> bool:

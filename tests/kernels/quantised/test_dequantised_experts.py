@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.closeness import check_close
-from support.quantised_experts import make_weight
+from support.quantised_experts import make_arguments, make_weight
 
 from rayllm_kernels import dispatch, ops
 from rayllm_kernels.device import INTERPRETER
@@ -20,15 +20,11 @@ FORMATS = [("int4", 32, 1), ("int4", 64, 2), ("int4", None, 2), ("mxfp4", 32, 1)
 
 @pytest.fixture
 def case(randn):
-    """(tokens, experts, top_k, hidden, inner, dtype, format) -> arguments of `ops.experts_quantised`, and biases."""
+    """(tokens, experts, top_k, hidden, inner, dtype, format) -> as of `make_arguments`, and biases."""
 
     def make(tokens, num_experts, top_k, hidden, inner, dtype, how):
-        x = randn(tokens, hidden + 8, dtype=dtype)[:, :hidden]
-        gate_up = make_weight(randn(num_experts, 2 * inner, hidden).mul_(2 * hidden**-0.5), *how)
-        down = make_weight(randn(num_experts, hidden, inner).mul_(inner**-0.5), *how)
-        weights, experts = randn(tokens, num_experts).softmax(-1).topk(top_k)
-        biases = randn(num_experts, 2 * inner, dtype=dtype), randn(num_experts, hidden, dtype=dtype)
-        return (x, weights.contiguous(), experts.to(torch.int32), gate_up, down), biases
+        arguments = make_arguments(randn, tokens, num_experts, top_k, hidden, inner, dtype, how)
+        return arguments, (randn(num_experts, 2 * inner, dtype=dtype), randn(num_experts, hidden, dtype=dtype))
 
     return make
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
 from support.capabilities import HERE, needs_e4m3
 from support.closeness import check_close
-from support.quantised_experts import make_weight, pack_halves
+from support.quantised_experts import make_arguments, make_weight, pack_halves
 
 from rayllm_kernels import dispatch, ops
 from rayllm_kernels.device import INTERPRETER, assumed
@@ -21,16 +23,8 @@ DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if ON_GPU else [])]
 
 @pytest.fixture
 def case(randn):
-    """(tokens, experts, top_k, hidden, inner, dtype, format) -> the arguments of `ops.experts_quantised` to `down`."""
-
-    def make(tokens, num_experts, top_k, hidden, inner, dtype, how):
-        x = randn(tokens, hidden + 8, dtype=dtype)[:, :hidden]
-        gate_up = make_weight(randn(num_experts, 2 * inner, hidden).mul_(2 * hidden**-0.5), *how)
-        down = make_weight(randn(num_experts, hidden, inner).mul_(inner**-0.5), *how)
-        weights, experts = randn(tokens, num_experts).softmax(-1).topk(top_k)
-        return x, weights.contiguous(), experts.to(torch.int32), gate_up, down
-
-    return make
+    """(tokens, experts, top_k, hidden, inner, dtype, format) -> as of `make_arguments`."""
+    return partial(make_arguments, randn)
 
 
 def whole(weight):
