@@ -4,6 +4,7 @@ import asyncio
 import errno
 import json
 import os
+from pathlib import Path
 
 import pytest
 
@@ -182,6 +183,8 @@ def test_an_output_that_is_something_else_is_refused(path):
     assert path.read_text() == "my notes\n"
     with pytest.raises(ConfigError, match="cannot be opened"):
         ResultFile(path / "below")
+    with pytest.raises(ConfigError, match="/dev/full is no regular file"):
+        ResultFile(Path("/dev/full"))  # which has zeros without an end
 
 
 def test_an_output_is_written_by_one_at_a_time(path):
