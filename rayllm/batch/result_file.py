@@ -41,9 +41,7 @@ class ResultFile:
         self._pending: list[bytes] = []
         self._pending_bytes = 0
         try:
-            if path.exists() and not (
-                path.is_file() or path.is_dir()
-            ):  # a device keeps nothing
+            if path.exists() and not (path.is_file() or path.is_dir()):  # a device keeps nothing
                 raise ConfigError(f"the output file {path} is no regular file")
             self._file: BinaryIO = path.open("a+b")
         except OSError as error:
