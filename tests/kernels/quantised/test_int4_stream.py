@@ -25,6 +25,7 @@ SHAPES = [
     (24, 2304, 128, torch.float16),
     (1000, 16384, 64, torch.bfloat16),
     (96, 1536, 192, torch.bfloat16),
+    (56, 2048, 128, torch.bfloat16),
 ]
 
 
@@ -147,6 +148,9 @@ def test_the_kernel_compiles_and_fits(run_compiler, tmp_path):
     assert all(waits)
 
 
+STAGE_REGISTERS = 16 + 4  # that a thread loads of a stage, codes and scales
+
+
 def stages_that_wait(cubin):
     """For each stage that consumers give free, whether instructions before their barrier read a register of each load.
 
@@ -160,14 +164,15 @@ def stages_that_wait(cubin):
     for line in re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(.*?);", code, re.MULTILINE):
         if "SYNCS.PHASECHK" in line:
             loaded, used, barrier = [], set(), False
-        elif load := re.match(r"LDS\.128 R(\d+),", line):
-            registers = set(range(int(load[1]), int(load[1]) + 4))
+        elif load := re.match(r"LDS(M?)(?:\.\w+)*?(?:\.(128|2))? R(\d+),", line):
+            count = (int(load[2]) if load[1] else int(load[2]) // 32) if load[2] else 1
+            registers = set(range(int(load[3]), int(load[3]) + count))
             loaded.append(registers)
             used -= registers
         elif line.startswith("BAR.SYNC"):
             barrier = True
         elif "SYNCS.ARRIVE.TRANS64.A1T0" in line and loaded:
-            yield all(used & registers for registers in loaded)
+            yield sum(map(len, loaded)) == STAGE_REGISTERS and all(used & registers for registers in loaded)
             loaded = []
         elif not barrier:
             used |= {int(register) for register in re.findall(r"R(\d+)", line.partition(",")[2])}
