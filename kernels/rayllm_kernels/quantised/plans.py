@@ -188,8 +188,8 @@ def plan_int4_stream(gpu: Hardware) -> Int4StreamPlan:
 
 def int4_stream_scales(scales: Tensor, group: int | None, num_warps: int) -> int:
     """How many scales of a row a stage of either half has, for tensor copies; 0 if they cannot take these."""
-    if group not in (32, 64, 128) or scales.shape[1] % 4 or scales.data_ptr() % 16:
-        return 0  # rows at multiples of 16 bytes
+    if group not in (32, 64, 128) or scales.shape[1] % 8 or scales.data_ptr() % 16:
+        return 0  # tensor copies begin at multiples of 16 bytes, in rows of both halves
     found = num_warps * INT4_LINE // group
     return found if found in (8, 16, 32) else 0  # whole rows are swizzled
 

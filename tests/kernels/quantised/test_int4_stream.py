@@ -17,7 +17,8 @@ from rayllm_kernels.quantised.plans import Int4StreamPlan
 
 on_hopper = pytest.mark.skipif(not HERE.is_hopper, reason="needs a Hopper GPU")
 PLANS = [Int4StreamPlan(8, 2, 264, 80), Int4StreamPlan(4, 5, 7, 64), Int4StreamPlan(8, 3, 1, 80)]
-# outputs, inputs, group, dtype: one line a row, a stage and a part of one, halves of which one is filled up
+# outputs, inputs, group, dtype: one line a row, a stage and a part of one, halves of which one is filled up, or begins
+# where no tensor copy of scales may begin
 SHAPES = [
     (40, 256, 32, torch.bfloat16),
     (72, 768, None, torch.float16),
@@ -26,6 +27,7 @@ SHAPES = [
     (1000, 16384, 64, torch.bfloat16),
     (96, 1536, 192, torch.bfloat16),
     (56, 2048, 128, torch.bfloat16),
+    (64, 1536, 128, torch.bfloat16),
 ]
 
 
