@@ -384,8 +384,8 @@ def int4_weights(
     for _ in range(copies(inputs * outputs // 2)):
         weight = normal(outputs, inputs, device=device).mul_(inputs**-0.5)
         codes, scales, zeros = pack_int4(int4_numbers(weight, group, symmetric=symmetric), group)
-        zero = None if symmetric else zeros.contiguous()
-        weights.append(ops.Int4Weight(codes, scales.contiguous(), zero, inputs, group))
+        zero = None if symmetric else zeros.T.contiguous()
+        weights.append(ops.Int4Weight(codes, scales.T.contiguous(), zero, inputs, group))
     return weights
 
 

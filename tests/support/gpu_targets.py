@@ -207,7 +207,7 @@ def run_quantised(gpu: Hardware, dtype: torch.dtype, tokens: tuple[int, ...], *,
                     ops.linear_rounding_fp8(x, rounding, weight, norm=(norm, 1e-5), residual=x, act="silu")
         for group, symmetric in ((32, True), (128, False)):
             codes = torch.empty(outputs, inputs // 2, dtype=torch.uint8, device=META)
-            scales = torch.empty(outputs, inputs // group, device=META)
+            scales = torch.empty(inputs // group, outputs, device=META)
             zeros = None if symmetric else scales.to(torch.uint8)
             weight = ops.Int4Weight(codes, scales, zeros, inputs, group)
             ops.linear_int4(x, weight, bias, deterministic=deterministic)

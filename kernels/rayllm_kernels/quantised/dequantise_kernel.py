@@ -37,6 +37,7 @@ def _dequantise_kernel(
     inputs,
     half,
     groups,
+    strides,
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     PARTS: tl.constexpr,
@@ -44,8 +45,8 @@ def _dequantise_kernel(
     E2M1: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """weight: (codes, scales, zeros or None). out [rows, K]: of so many rows from the first one on. GROUP: inputs that
-    share a scale, 0 for all. A program has PARTS times BYTES of each of ROWS rows; each half's inputs of BYTES share a
+    """weight: (codes, scales, zeros or None). out [rows, K]: of so many rows from the first one on. strides: of scales
+    and zeros, of a group and a row. GROUP: inputs that share a scale, 0 for all. A program has PARTS times BYTES of each of ROWS rows; each half's inputs of BYTES share a
     scale.
     """
     codes_ptr, scales_ptr, zeros_ptr = weight
@@ -59,7 +60,7 @@ def _dequantise_kernel(
     for upper in tl.static_range(2):
         first = upper * half + start
         group = first // GROUP if GROUP > 0 else first * 0
-        place = (first_row + row) * groups + group
+        place = group * strides[0] + (first_row + row) * strides[1]
         mask = (row < rows) & (group < groups)
         scales = tl.load(scales_ptr + place, mask=mask, other=0)
         own = (codes >> (4 * upper)) & 15
@@ -77,7 +78,10 @@ def _dequantise_kernel(
 
 
 def dequantise(weight: Int4Weight, first_row: int, out: Tensor, *, e2m1: bool = False) -> None:
-    """Write rows of W from `first_row` on to `out` [rows, K]. e2m1: its codes are that, its scales uint8 exponents."""
+    """Write rows of W from `first_row` on to `out` [rows, K]. e2m1: its codes are that, its scales uint8 exponents.
+
+    Scales and zero points may have any strides, the same.
+    """
     (rows, inputs), half = out.shape, weight.codes.shape[1]
     overlap, own_bytes = hardware(out.device).can_overlap, plans.int4_depth(weight.group)
     parts = max(1, min(512 // own_bytes, triton.next_power_of_2(half) // own_bytes))
@@ -89,7 +93,8 @@ def dequantise(weight: Int4Weight, first_row: int, out: Tensor, *, e2m1: bool = 
         rows,
         inputs,
         half,
-        weight.scales.shape[1],
+        weight.scales.shape[0],
+        weight.scales.stride(),
         GROUP=weight.group or 0,
         ROWS=own_rows,
         PARTS=parts,

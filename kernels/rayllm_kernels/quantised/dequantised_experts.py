@@ -50,8 +50,8 @@ def multiply_dequantised(
 
 def dequantise_experts(weight: ExpertWeight, first: int, out: Tensor) -> Tensor:
     """`out` [experts, N, K], the numbers of experts from `first` on, times their scales, written to it."""
-    codes, scales = weight.codes.flatten(0, 1), weight.scales.flatten(0, 1)
-    zeros = None if weight.zeros is None else weight.zeros.flatten(0, 1)
+    codes, scales = weight.codes.flatten(0, 1), weight.scales.flatten(0, 1).T
+    zeros = None if weight.zeros is None else weight.zeros.flatten(0, 1).T
     rows = Int4Weight(codes, scales, zeros, weight.inputs, weight.group)
     dequantise(rows, first * out.shape[1], out.flatten(0, 1), e2m1=weight.kind == "mxfp4")
     return out

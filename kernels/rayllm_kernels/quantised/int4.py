@@ -3,7 +3,8 @@
     w[n, k] = scale[n, group of k] * (number[n, k] - zero[n, group of k]),   y = x W^T + bias
 
 A row's numbers are cut in two halves of whole groups. A byte has one number of each half, in its lower and its upper
-four bits, so that a tile of bytes is two tiles of weights, each of neighbouring inputs, and nothing is shuffled.
+four bits, so that a tile of bytes is two tiles of weights, each of neighbouring inputs, and nothing is shuffled. Scales
+and zero points of a group lie side by side for all rows: a tile has many rows and few groups.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ NO_NORM = (None, None, 0.0)
 class Int4Weight(NamedTuple):
     """A weight [N, K] in 4 bits.
 
-    codes: uint8 [N, `half_of`(K, group)]. scales: float32 [N, groups]. zeros: uint8 of the same shape; None: all are
+    codes: uint8 [N, `half_of`(K, group)]. scales: float32 [groups, N]. zeros: uint8 of the same shape; None: all are
     8. inputs: K. group: inputs that share a scale, a multiple of 32; None is all of them.
     """
 
@@ -55,7 +56,7 @@ class Int4Weight(NamedTuple):
         return (numbers - zeros) * self._spread(self.scales)
 
     def _spread(self, of_groups: Tensor) -> Tensor:
-        return of_groups if self.group is None else of_groups.repeat_interleave(self.group, 1)[:, : self.inputs]
+        return of_groups.T if self.group is None else of_groups.T.repeat_interleave(self.group, 1)[:, : self.inputs]
 
 
 def half_of(inputs: int, group: int | None) -> int:
@@ -65,7 +66,9 @@ def half_of(inputs: int, group: int | None) -> int:
 
 
 def pack_int4(numbers: Numbers, group: int | None) -> tuple[Tensor, Tensor, Tensor]:
-    """(codes, scales, zeros) as of `Int4Weight`, of numbers from 0 to 15 whose groups are `group` neighbours each."""
+    """(codes as of `Int4Weight`, scales and zeros [N, groups]) of numbers from 0 to 15 whose groups are `group`
+    neighbours each.
+    """
     inputs, half = numbers.values.shape[1], half_of(numbers.values.shape[1], group)
     values = F.pad(numbers.values.to(torch.uint8), (0, 2 * half - inputs))
     firsts = numbers.groups[:: group or max(inputs, 1)]
@@ -159,7 +162,7 @@ def _check(x: Tensor, weight: Int4Weight, bias: Tensor | None) -> None:
         fail("weight.group", f"must be a multiple of {plans.LEAST_INT4_GROUP}", group)
     if codes.dim() != 2 or codes.shape[1] != half_of(inputs, group) or codes.dtype != torch.uint8:
         fail("weight.codes", f"must be uint8 [N, {half_of(inputs, group)}]", (codes.dtype, *codes.shape))
-    shape = (codes.shape[0], 1 if group is None else -(-inputs // group))
+    shape = (1 if group is None else -(-inputs // group), codes.shape[0])
     for argument, tensor, dtype in (("scales", scales, torch.float32), ("zeros", zeros, torch.uint8)):
         if tensor is not None and (tensor.shape != shape or tensor.dtype != dtype or not tensor.is_contiguous()):
             fail(f"weight.{argument}", f"must be contiguous {dtype} of shape {shape}", (tensor.dtype, *tensor.shape))

@@ -102,40 +102,41 @@ def _decode(codes, zeros, scales, HALF: gl.constexpr, LAYOUT: gl.constexpr, DTYP
 
 
 @gluon.jit
-def _of_groups(pointers, first_input, half, inputs, GROUP: gl.constexpr):
-    """What rows have at `pointers` for inputs of both halves; past the end of K, where inputs are zero, anything."""
+def _of_groups(pointers, first_input, half, inputs, rows, GROUP: gl.constexpr):
+    """What rows, of so many, have at `pointers`, which are of the first group, for inputs of both halves; past the end
+    of K, where inputs are zero, anything.
+    """
     if GROUP == 0:
         found = gl.load(pointers)
         return found, found
     else:
         low = gl.minimum(first_input, half - 1) // GROUP
         high = gl.minimum(half + first_input, inputs - 1) // GROUP
-        return gl.load(pointers + low), gl.load(pointers + high)
+        return gl.load(pointers + low * rows), gl.load(pointers + high * rows)
 
 
 @gluon.jit
-def _places_of(groups, first, outputs, TILE: gl.constexpr):
-    """Where a block's rows have scales, those of outputs from `first` on; past the end the last repeats."""
+def _rows_of(first, outputs, TILE: gl.constexpr):
+    """A block's rows, those of outputs from `first` on; past the end the last repeats."""
     ROWS: gl.constexpr = TILE.consumers * 64
     place = gl.arange(0, ROWS, layout=gl.SliceLayout(1, _codes_layout(ROWS)))
     if TILE.act is not None:
-        row = gl.minimum(first + place // 16 * 8 + place % 8, outputs - 1) + place // 8 % 2 * outputs
+        return gl.minimum(first + place // 16 * 8 + place % 8, outputs - 1) + place // 8 % 2 * outputs
     else:
-        row = gl.minimum(first + place, outputs - 1)
-    return row * groups
+        return gl.minimum(first + place, outputs - 1)
 
 
 @gluon.jit
-def _load_groups(weight, places, first_input, halves, GROUP: gl.constexpr, DTYPE: gl.constexpr):
+def _load_groups(weight, rows, first_input, halves, GROUP: gl.constexpr, DTYPE: gl.constexpr):
     """(scales, zero points as of DECODE) of rows for inputs of both halves."""
     POWER: gl.constexpr = 128.0 if gl.bfloat16 == DTYPE else 1024.0
-    scales_ptr, zeros_ptr, _ = weight
-    low, high = _of_groups(scales_ptr + places, first_input, halves[0], halves[1], GROUP)
+    scales_ptr, zeros_ptr, count = weight
+    low, high = _of_groups(scales_ptr + rows, first_input, halves[0], halves[1], count, GROUP)
     if zeros_ptr is None:
         zeros = gl.full(low.shape, POWER + SYMMETRIC_ZERO, DTYPE, low.type.layout)
         return low, high, zeros, zeros
     else:
-        low_zeros, high_zeros = _of_groups(zeros_ptr + places, first_input, halves[0], halves[1], GROUP)
+        low_zeros, high_zeros = _of_groups(zeros_ptr + rows, first_input, halves[0], halves[1], count, GROUP)
         return low, high, (low_zeros.to(gl.float32) + POWER).to(DTYPE), (high_zeros.to(gl.float32) + POWER).to(DTYPE)
 
 
@@ -193,8 +194,8 @@ def _load_groups_of_blocks(
     BLOCKS: gl.constexpr = TILE.blocks
     found = ()
     for block in gl.static_range(BLOCKS):
-        places = _places_of(weight[2], first + block * WIDTH, outputs, TILE)
-        found = found + (_load_groups(weight, places, first_input, halves, GROUP, DTYPE),)  # type: ignore[assignment]  # noqa: RUF005
+        rows = _rows_of(first + block * WIDTH, outputs, TILE)
+        found = found + (_load_groups(weight, rows, first_input, halves, GROUP, DTYPE),)  # type: ignore[assignment]  # noqa: RUF005
     return found
 
 
@@ -203,7 +204,7 @@ def _multiply(use, count, last, first, weight, halves, outputs, ring, TILE: gl.c
     """fp32 [rows, tokens] of each block and, within one, each part of the tokens: the products of `count` stages from
     use number `use` on, which end with `last` of K.
 
-    first: output. weight: (scales, zeros or None, groups). halves: (half, inputs).
+    first: output. weight: (scales, zeros or None, rows). halves: (half, inputs).
     """
     STAGES: gl.constexpr = TILE.stages
     BLOCKS: gl.constexpr = TILE.blocks
@@ -470,7 +471,7 @@ def linear_int4_hopper(
         *(x_descs if len(x_descs) == 4 else (*x_descs, None, None)),
         y,
         bias,
-        (weight.scales, weight.zeros, weight.scales.shape[1]),
+        (weight.scales, weight.zeros, rows),
         (half, inputs),
         (partial, flags(x.device)),
         tokens,

@@ -59,10 +59,10 @@ def decode_int4(numbers, zeros, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def _of_groups(pointers, start, inputs, FORM: tl.constexpr):
+def _of_groups(pointers, start, inputs, outputs, FORM: tl.constexpr):
     """[outputs], or [slices, outputs]: what rows have at `pointers` for the groups of a tile that begins at `start`.
 
-    Past the end of K, where inputs are zero, anything will do.
+    pointers: of rows, in the first group. Past the end of K, where inputs are zero, anything will do.
     """
     TILES: tl.constexpr = FORM.tiles
     PART: tl.constexpr = TILES.depth // TILES.slices
@@ -72,19 +72,19 @@ def _of_groups(pointers, start, inputs, FORM: tl.constexpr):
             found = tl.broadcast_to(found[None, :], [TILES.slices, TILES.outputs])
     elif TILES.slices > 1:
         first = start + tl.arange(0, TILES.slices) * PART
-        found = tl.load(pointers[None, :] + (tl.minimum(first, inputs - 1) // FORM.group)[:, None])
+        found = tl.load(pointers[None, :] + (tl.minimum(first, inputs - 1) // FORM.group)[:, None] * outputs)
     else:
-        found = tl.load(pointers + tl.minimum(start, inputs - 1) // FORM.group)
+        found = tl.load(pointers + tl.minimum(start, inputs - 1) // FORM.group * outputs)
     return found
 
 
 @triton.jit
-def _add_half(acc, numbers, x, scales_ptr, zeros_ptr, start, inputs, FORM: tl.constexpr):
+def _add_half(acc, numbers, x, scales_ptr, zeros_ptr, start, inputs, outputs, FORM: tl.constexpr):
     """acc plus the products of one half's tile, which begins at input `start`. The pointers are of rows."""
     TILES: tl.constexpr = FORM.tiles
-    scales = _of_groups(scales_ptr, start, inputs, FORM)
+    scales = _of_groups(scales_ptr, start, inputs, outputs, FORM)
     if zeros_ptr is not None:
-        zeros = _of_groups(zeros_ptr, start, inputs, FORM).to(tl.int32)
+        zeros = _of_groups(zeros_ptr, start, inputs, outputs, FORM).to(tl.int32)
     elif TILES.slices > 1:
         zeros = tl.full([1, 1], SYMMETRIC_ZERO, tl.int32)
     else:
@@ -102,7 +102,7 @@ def _add_half(acc, numbers, x, scales_ptr, zeros_ptr, start, inputs, FORM: tl.co
 
 
 @triton.jit(do_not_specialize=["tokens"])
-def _int4_product_kernel(operands, weight, x_stride, tokens, inputs, outputs, half, groups, FORM: tl.constexpr):
+def _int4_product_kernel(operands, weight, x_stride, tokens, inputs, outputs, half, FORM: tl.constexpr):
     """operands: (x, bias or None, y). weight: (codes, scales, zeros or None). half: bytes of a row."""
     x_ptr, bias_ptr, y_ptr = operands
     codes_ptr, scales_ptr, zeros_ptr = weight
@@ -114,9 +114,9 @@ def _int4_product_kernel(operands, weight, x_stride, tokens, inputs, outputs, ha
     # Weight rows past the end repeat the last one and are not stored.
     row = tl.minimum(output, outputs - 1).to(tl.int64)
     x_rows = token.to(tl.int64) * x_stride
-    scales_ptr += row * groups
+    scales_ptr += row
     if zeros_ptr is not None:
-        zeros_ptr += row * groups
+        zeros_ptr += row
     if TILES.slices > 1:
         SLICES: tl.constexpr = TILES.slices
         part: tl.constexpr = DEPTH // SLICES
@@ -136,8 +136,8 @@ def _int4_product_kernel(operands, weight, x_stride, tokens, inputs, outputs, ha
         codes = tl.load(codes_ptr + at, mask=at < half, other=0).to(tl.int32)
         first = tl.load(inputs_ptr + at, mask=real & (at < half) & (at < inputs), other=0.0)
         second = tl.load(inputs_ptr + half + at, mask=real & (at < half) & (half + at < inputs), other=0.0)
-        acc = _add_half(acc, codes & 15, first, scales_ptr, zeros_ptr, start, inputs, FORM)
-        acc = _add_half(acc, codes >> 4, second, scales_ptr, zeros_ptr, half + start, inputs, FORM)
+        acc = _add_half(acc, codes & 15, first, scales_ptr, zeros_ptr, start, inputs, outputs, FORM)
+        acc = _add_half(acc, codes >> 4, second, scales_ptr, zeros_ptr, half + start, inputs, outputs, FORM)
     column = output[None, :]
     y = sums(acc, bias_ptr, column, outputs, TILES)
     target = y_ptr + token.to(tl.int64)[:, None] * outputs + column
@@ -162,7 +162,6 @@ def multiply(x: Tensor, weight: Int4Weight, bias: Tensor | None, tiles: Tiles) -
         inputs,
         outputs,
         half,
-        weight.scales.shape[1],
         FORM=form,
         **options,
     )

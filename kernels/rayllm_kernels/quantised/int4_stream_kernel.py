@@ -154,9 +154,9 @@ def _produce(w_desc, s_desc, ring, work, FORM: gl.constexpr):
             for half in gl.static_range(2):
                 group = (line * LINE + half * FORM.half) // FORM.group
                 if FORM.act is None:
-                    copy_async(s_desc, [tile * ROWS, group], full.index(stage), s_smem.index(2 * stage + half))
+                    copy_async(s_desc, [group, tile * ROWS], full.index(stage), s_smem.index(2 * stage + half))
                 else:
-                    at = [0, tile * (ROWS // 2), group]
+                    at = [group, 0, tile * (ROWS // 2)]
                     copy_async(s_desc, at, full.index(stage), s_smem.index(2 * stage + half))
         if FORM.act is None:
             copy_async(w_desc, [line, tile * ROWS, 0], full.index(stage), smem.index(stage))
@@ -181,12 +181,13 @@ def _load_groups(weight, tile, chunk, outputs, FORM: gl.constexpr):
     line = chunk * W + gl.arange(0, W, layout=gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))[:, None, None]
     part = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))[None, None, :]
     if FORM.group == 0:
-        low = row * GROUPS + 0 * (line + part)
+        low = row + 0 * (line + part)
         high = low
     else:
+        rows = outputs if FORM.act is None else 2 * outputs
         group = (line * LINE + part * 32) // FORM.group
-        low = row * GROUPS + gl.minimum(group, GROUPS - 1)
-        high = row * GROUPS + gl.minimum(group + FORM.half // FORM.group, GROUPS - 1)
+        low = gl.minimum(group, GROUPS - 1) * rows + row
+        high = gl.minimum(group + FORM.half // FORM.group, GROUPS - 1) * rows + row
     found = ()
     if scales_ptr is not None:
         found = found + (gl.load(scales_ptr + low), gl.load(scales_ptr + high))  # type: ignore[assignment]  # noqa: RUF005
@@ -278,8 +279,8 @@ def _copied_scales(s_smem, stage, FORM: gl.constexpr):
     GROUPS: gl.constexpr = LINE // FORM.group
     PARENT: gl.constexpr = _groups_layout(GROUPS, W)
     LAYOUT: gl.constexpr = gl.SliceLayout(3, PARENT)
-    low = s_smem.index(2 * stage).reshape([ROWS, W, GROUPS]).permute((1, 0, 2)).load(LAYOUT)
-    high = s_smem.index(2 * stage + 1).reshape([ROWS, W, GROUPS]).permute((1, 0, 2)).load(LAYOUT)
+    low = s_smem.index(2 * stage).reshape([W, GROUPS, ROWS]).permute((0, 2, 1)).load(LAYOUT)
+    high = s_smem.index(2 * stage + 1).reshape([W, GROUPS, ROWS]).permute((0, 2, 1)).load(LAYOUT)
     low, high = gl.inline_asm_elementwise(
         AWAIT_SCALES, AWAIT_SCALES_REGISTERS, [low, high], dtype=(gl.float32, gl.float32), is_pure=False, pack=2
     )
@@ -468,28 +469,27 @@ def linear_int4_stream(
     y = torch.empty((1, outputs), dtype=x.dtype, device=x.device)
     total = x if norm[0] is None else torch.empty_like(x)
     scales, s_desc = weight.scales, None
-    copied = plans.int4_stream_scales(scales, weight.group, num_warps)
+    groups = plans.int4_stream_groups(scales, weight.group, num_warps, gated=act is not None)
     pairs, line = weight.codes.view(torch.int16), plans.INT4_LINE // 2
     if act:
         shape, strides = [half // (2 * line), 2, outputs, line], [line, outputs * (half // 2), half // 2, 1]
         w_desc = TensorDescriptor(pairs, shape, strides, [num_warps, 2, ROWS.value // 2, line], SHARED_GATED.value)
-        if copied:
-            shape, strides = [2, outputs, scales.shape[1]], [outputs * scales.shape[1], scales.shape[1], 1]
-            layout = gl.NVMMASharedLayout(4 * copied, 32, 3)
-            s_desc = TensorDescriptor(scales, shape, strides, [2, ROWS.value // 2, copied], layout)
+        if groups:
+            shape, layout = [scales.shape[0], 2, outputs], gl.NVMMASharedLayout(2 * ROWS.value, 32, 3)
+            s_desc = TensorDescriptor(scales, shape, [rows, outputs, 1], [groups, 2, ROWS.value // 2], layout)
     else:
         shape, strides = [half // (2 * line), outputs, line], [line, half // 2, 1]
         w_desc = TensorDescriptor(pairs, shape, strides, [num_warps, ROWS.value, line], SHARED.value)
-        if copied:
-            layout = gl.NVMMASharedLayout(4 * copied, 32, 2)
-            s_desc = TensorDescriptor(scales, list(scales.shape), [scales.shape[1], 1], [ROWS.value, copied], layout)
+        if groups:
+            layout = gl.NVMMASharedLayout(4 * ROWS.value, 32, 2)
+            s_desc = TensorDescriptor(scales, list(scales.shape), [rows, 1], [groups, ROWS.value], layout)
     tiles = triton.cdiv(rows, ROWS.value)
     launch(_int4_stream_kernel, (min(tiles, programs),))(
         w_desc,
         s_desc,
         x,
         norm,
-        (None if copied else scales, weight.zeros),
+        (None if groups else scales, weight.zeros),
         bias,
         y,
         total,

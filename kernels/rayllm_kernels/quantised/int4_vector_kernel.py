@@ -78,7 +78,6 @@ def _load_tile(weight, tile, tiles, outputs, FORM: tl.constexpr):
     """
     codes_ptr, scales_ptr, zeros_ptr = weight
     WORDS: tl.constexpr = VECTOR // 4
-    GROUPS: tl.constexpr = 1 if FORM.group == 0 else (FORM.inputs + FORM.group - 1) // FORM.group
     SHAPE: tl.constexpr = [FORM.rows, FORM.padded]
     row = _rows_of(tile, tl.arange(0, FORM.rows), outputs, FORM).to(tl.int64)
     word = tl.arange(0, FORM.padded * WORDS)
@@ -87,11 +86,13 @@ def _load_tile(weight, tile, tiles, outputs, FORM: tl.constexpr):
     place = tl.arange(0, FORM.rows * FORM.padded)
     vector = place % FORM.padded
     mask = vector < tl.where(tile < tiles, FORM.half // VECTOR, 0)
-    first = _rows_of(tile, place // FORM.padded, outputs, FORM) * GROUPS
+    first = _rows_of(tile, place // FORM.padded, outputs, FORM)
     if FORM.group != 0:
+        GROUPS: tl.constexpr = (FORM.inputs + FORM.group - 1) // FORM.group
         FIRST_GROUPS: tl.constexpr = FORM.half // FORM.group
-        first += vector * VECTOR // FORM.group
-        second = first + FIRST_GROUPS
+        all_rows = outputs if FORM.act is None else 2 * outputs
+        first += vector * VECTOR // FORM.group * all_rows
+        second = first + FIRST_GROUPS * all_rows
         # The second half may have a group that there is not, of zeros.
         other_vectors = (GROUPS - FIRST_GROUPS) * FORM.group // VECTOR
         other_mask = vector < tl.where(tile < tiles, other_vectors, 0)

@@ -161,6 +161,7 @@ def choose_int4_vector(padded: int, *, gated: bool) -> tuple[int, int, int]:
 
 INT4_LINE = 128  # bytes of a row that a warp has of a stage
 INT4_STREAM_ROWS = 16  # of a stage
+LEAST_INT4_STREAM_GROUPS = 8  # rows of what a tensor copy writes in a swizzled order
 
 
 class Int4StreamPlan(NamedTuple):
@@ -186,12 +187,13 @@ def plan_int4_stream(gpu: Hardware) -> Int4StreamPlan:
     return Int4StreamPlan(8, 2, 2 * gpu.multiprocessors, 80)
 
 
-def int4_stream_scales(scales: Tensor, group: int | None, num_warps: int) -> int:
-    """How many scales of a row a stage of either half has, for tensor copies; 0 if they cannot take these."""
-    if group not in (32, 64, 128) or scales.shape[1] % 8 or scales.data_ptr() % 16:
-        return 0  # tensor copies begin at multiples of 16 bytes, in rows of both halves
-    found = num_warps * INT4_LINE // group
-    return found if found in (8, 16, 32) else 0  # whole rows are swizzled
+def int4_stream_groups(scales: Tensor, group: int | None, num_warps: int, *, gated: bool) -> int:
+    """How many groups of either half a stage has, if tensor copies can take their scales; else 0."""
+    rows = scales.shape[1] // 2 if gated else scales.shape[1]
+    if group not in (32, 64, 128) or rows % 4 or scales.data_ptr() % 16:
+        return 0  # rows of copies are at multiples of 16 bytes
+    groups = num_warps * INT4_LINE // group
+    return groups if groups >= LEAST_INT4_STREAM_GROUPS else 0
 
 
 # ---- fp8 weights and tokens on Hopper: `linear/hopper_kernel` ----

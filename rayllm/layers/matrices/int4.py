@@ -26,7 +26,7 @@ class Int4Matrix(Matrix):
 
     def __init__(self, context: BuildContext, rows: int, columns: int, found: WeightFormat):
         group = found.block[1]
-        scales = rows, 1 if group is None else -(-columns // group)
+        scales = 1 if group is None else -(-columns // group), rows
         codes = context.parameter(rows, half_of(columns, group), dtype=torch.uint8)
         scale = context.parameter(*scales, dtype=torch.float32)
         self.parameters = {"weight_codes": codes, "weight_scale": scale}
@@ -69,10 +69,11 @@ class Int4Matrix(Matrix):
                     )
                 first = order
                 numbers = numbers._replace(values=numbers.values[:, order], groups=numbers.groups[order])
-            found = pack_int4(numbers, group)
-            for parameter, part in zip((codes, scale, zero), found, strict=True):
-                if parameter is not None:
-                    source.write(parameter[piece.own_rows], part)
+            own, (found_codes, found_scales, found_zeros) = piece.own_rows, pack_int4(numbers, group)
+            source.write(codes[own], found_codes)
+            source.write(scale[:, own], found_scales.T)
+            if zero is not None:
+                source.write(zero[:, own], found_zeros.T)
         if self._order is not None:
             assert first is not None
             source.write(self._order, first)

@@ -99,7 +99,8 @@ def in_fp8(weight, rows, group):
 
 def in_int4(weight, group, *, symmetric):
     codes, scales, zeros = pack_int4(int4_numbers(weight, group, symmetric=symmetric), group)
-    return Int4Weight(codes, scales.contiguous(), None if symmetric else zeros.contiguous(), weight.shape[1], group)
+    zeros = None if symmetric else zeros.T.contiguous()
+    return Int4Weight(codes, scales.T.contiguous(), zeros, weight.shape[1], group)
 
 
 DTYPES = [torch.float16, torch.bfloat16] if ON_GPU else [torch.float32, torch.float16]
@@ -170,7 +171,7 @@ def expert_weight(weight, kind):
         codes, scales = e2m1_numbers(weight)
         return ExpertWeight(kind, halves(codes), scales, None, inputs, 32)
     if kind == "int4":
-        found = [in_int4(each, 32, symmetric=False)[:3] for each in weight]
+        found = [pack_int4(int4_numbers(each, 32, symmetric=False), 32) for each in weight]
         codes, scales, zeros = map(torch.stack, zip(*found, strict=True))
         return ExpertWeight(kind, codes, scales, zeros, inputs, 32)
     each = [in_fp8(own, *FP8[kind]) for own in weight]
@@ -241,6 +242,6 @@ def test_the_bounds_are_tight(randn, scaled, reference):
     expected = multiplied(known(x), weight.dequantised(), unit=unit_of(torch.float16), fp8=False)
     check_rows(reference.linear_int4(x, weight), expected)
     zeros = weight.zeros.clone()
-    zeros[3, 2] += 1
+    zeros[2, 3] += 1
     with pytest.raises(AssertionError, match="off by"):
         check_rows(reference.linear_int4(x, weight._replace(zeros=zeros)), expected)

@@ -21,7 +21,8 @@ ON_GPU = torch.cuda.is_available()
 
 def make_weight(weight, group, *, symmetric):
     codes, scales, zeros = pack_int4(int4_numbers(weight, group, symmetric=symmetric), group)
-    return Int4Weight(codes, scales.contiguous(), None if symmetric else zeros.contiguous(), weight.shape[1], group)
+    zeros = None if symmetric else zeros.T.contiguous()
+    return Int4Weight(codes, scales.T.contiguous(), zeros, weight.shape[1], group)
 
 
 @pytest.mark.parametrize("symmetric", [True, False])
@@ -33,7 +34,7 @@ def test_layout(randn, inputs, group, symmetric):
     codes, scales, zeros = pack_int4(numbers, group)
     assert codes.shape == (5, half_of(inputs, group))
     assert half_of(inputs, group) % (group or 1) == 0
-    packed = weight._replace(codes=codes, scales=scales, zeros=None if symmetric else zeros)
+    packed = weight._replace(codes=codes, scales=scales.T, zeros=None if symmetric else zeros.T)
     assert torch.equal(packed.dequantised(), numbers.dequantised())
 
 
@@ -135,7 +136,7 @@ def test_every_number_at_every_place(kernels, device):
     for number in range(16):
         for k in range(inputs):
             codes[number * inputs + k, k % (inputs // 2)] = number << 4 * (k // (inputs // 2))
-    scales = torch.ones(16 * inputs, 1, device=device)
+    scales = torch.ones(1, 16 * inputs, device=device)
     weight = Int4Weight(codes, scales, torch.zeros_like(scales, dtype=torch.uint8), inputs, None)
     x = torch.arange(1.0, inputs + 1, device=device)[None]
     expected = torch.arange(16.0, device=device)[:, None] * x

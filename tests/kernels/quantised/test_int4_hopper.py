@@ -77,8 +77,8 @@ def test_every_number_in_every_place(randn, kernels):
     inputs = 256
     codes = torch.arange(16 * 16, device="cuda", dtype=torch.int32)
     codes = (codes[:, None] * 7 + torch.arange(inputs // 2, device="cuda")[None] * 11).to(torch.uint8)
-    scales = torch.exp2(torch.arange(2, device="cuda").float())[None].repeat(256, 1)
-    zeros = (torch.arange(512, device="cuda") % 16).to(torch.uint8).view(256, 2)
+    scales = torch.exp2(torch.arange(2, device="cuda").float())[:, None].repeat(1, 256)
+    zeros = (torch.arange(512, device="cuda") % 16).to(torch.uint8).view(2, 256)
     weight = Int4Weight(codes.contiguous(), scales, zeros, inputs, 128)
     for dtype in (torch.float16, torch.bfloat16):
         y = kernels.linear_int4(torch.eye(inputs, device="cuda", dtype=dtype), weight)
@@ -110,7 +110,7 @@ COMPILE = """
 from rayllm_kernels.quantised import int4_hopper_kernel, plans
 
 x, bias = torch.zeros(16, 512, dtype=torch.bfloat16), torch.zeros(256, dtype=torch.bfloat16)
-codes, scales = torch.zeros(256, 256, dtype=torch.uint8), torch.ones(256, 4)
+codes, scales = torch.zeros(256, 256, dtype=torch.uint8), torch.ones(4, 256)
 known = set()
 for i, (tile, kind) in list(enumerate(plans.INT4_HOPPER_TILES.items()))[::EVERY]:
     zeros, act = (scales.to(torch.uint8), "silu") if i % 2 else (None, None)
