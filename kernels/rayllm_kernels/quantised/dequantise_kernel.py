@@ -46,8 +46,8 @@ def _dequantise_kernel(
     OVERLAP: tl.constexpr,
 ):
     """weight: (codes, scales, zeros or None). out [rows, K]: of so many rows from the first one on. strides: of scales
-    and zeros, of a group and a row. GROUP: inputs that share a scale, 0 for all. A program has PARTS times BYTES of each of ROWS rows; each half's inputs of BYTES share a
-    scale.
+    and zeros, of a group and a row. GROUP: inputs that share a scale, 0 for all. A program has PARTS times BYTES of
+    each of ROWS rows; each half's inputs of BYTES share a scale.
     """
     codes_ptr, scales_ptr, zeros_ptr = weight
     tiles = tl.cdiv(half, PARTS * BYTES)
