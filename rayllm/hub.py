@@ -15,6 +15,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
+from functools import partial
 from glob import escape
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ ADAPTER_FILES = (lora.CONFIG_FILE, lora.WEIGHTS_FILE)
 # Tokenizers, chat templates and configs. Indexes are of weights, and the one that counts is among the first files.
 TEXT_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "additional_chat_templates/*.jinja")
 GB = 10**9
+TOO_MANY_REQUESTS = 429
 
 logger = logging.getLogger(__name__)
 
@@ -146,11 +148,20 @@ class Hub:
 
     def _pin(self, name: str, revision: str | None) -> Any:
         """A revision as the library takes it, with its commit. If the hub does not answer, the last one known."""
-        from huggingface_hub import HfApi
+        from huggingface_hub import HfApi, errors
 
-        return HfApi(endpoint=self._endpoint).resolve_revision(
-            name, revision=revision, cache_dir=str(self._cache), local_files_only=self._offline
-        )
+        api = HfApi(endpoint=self._endpoint)
+        find = partial(api.resolve_revision, name, revision=revision, cache_dir=str(self._cache))
+        try:
+            return find(local_files_only=self._offline)
+        except errors.HfHubHTTPError as error:
+            if error.response.status_code != TOO_MANY_REQUESTS:
+                raise
+            # Many hosts of one address that start at once: no reason to start none. The library has it for 500 and up.
+            try:
+                return find(local_files_only=True)
+            except errors.RevisionResolutionError:
+                raise error from None
 
     def _list(self, name: str, pinned: Any) -> list[str] | None:
         """The files that a commit has on the hub; None if the cache does not know, and the hub could not be asked."""

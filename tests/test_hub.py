@@ -134,6 +134,19 @@ def test_without_a_network_the_cache_serves(stand_in, options, monkeypatch, tmp_
         local_engine(options(download_dir=str(tmp_path / "no")))
 
 
+@pytest.mark.parametrize("status", [429, 503])
+def test_a_hub_that_is_asked_too_much_or_is_down_leaves_it_to_the_cache(stand_in, options, status, tmp_path):
+    folder = local_engine(options()).model
+    stand_in.status = status
+    assert local_engine(options()).model == folder
+    says = f"{stand_in.url} answers with status 429 for model org/tiny" if status == 429 else "does not answer"
+    with pytest.raises(ModelError, match=says):
+        local_engine(options(download_dir=str(tmp_path / "no")))
+    (Path(folder) / "model.safetensors").unlink()
+    with pytest.raises(ModelError, match=f"{stand_in.url} answers with status 429|no whole copy"):
+        local_engine(options())
+
+
 def test_offline_mode(stand_in, options, monkeypatch, tmp_path):
     folder = local_engine(options()).model
     stand_in.requests.clear()

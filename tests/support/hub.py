@@ -57,6 +57,8 @@ class HubStandIn:
     breaks: dict[str, list[int]] = field(default_factory=dict)
     # Files that are not handed out for now.
     failing: set[str] = field(default_factory=set)
+    # What every request is answered with, instead.
+    status: int | None = None
 
     def __enter__(self) -> HubStandIn:
         hub = self
@@ -101,6 +103,8 @@ class _Handler(BaseHTTPRequestHandler):
         first = re.match(r"bytes=(\d+)-", self.headers.get("Range", ""))
         start = int(first[1]) if first else 0
         self.stand_in.requests.append(Request(self.command, path, start))
+        if self.stand_in.status is not None:
+            return self._refuse(self.stand_in.status, "")
         found = re.fullmatch(
             f"/api/models/(?P<name>{NAME})(?:/(?P<what>revision|tree)/(?P<revision>[^/]+))?", path
         ) or re.fullmatch(f"/(?P<name>{NAME})/(?P<what>resolve)/(?P<revision>[^/]+)/(?P<file>.+)", path)
