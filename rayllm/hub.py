@@ -157,7 +157,7 @@ class Hub:
         except errors.HfHubHTTPError as error:
             if error.response.status_code != TOO_MANY_REQUESTS:
                 raise
-            # Many hosts of one address that start at once: no reason to start none. The library has it for 500 and up.
+            # Hosts that share an address and start at once meet this limit. For 500 and up the library does the same.
             try:
                 return find(local_files_only=True)
             except errors.RevisionResolutionError:

@@ -338,7 +338,7 @@ def _consume(x_ptr, norm, weight, bias_ptr, y_ptr, total_ptr, outputs, token_sme
     ACT: gl.constexpr = FORM.act
     CHUNKS: gl.constexpr = (FORM.half + W * LINE - 1) // (W * LINE)
     PAIRS: gl.constexpr = (CHUNKS + 1) // 2
-    TIMES: gl.constexpr = 8 // FORM.parts if FORM.group % LINE == 0 else 1  # a line's sum is found
+    TIMES: gl.constexpr = 8 // FORM.parts if FORM.group % LINE == 0 else 1  # how often a line's sum is found
     ACC: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [W, 1, 1], [1, 16, 8])
     INPUTS: gl.constexpr = gl.DotOperandLayout(1, ACC, 2)
     SUMS: gl.constexpr = _sums_layout(W)

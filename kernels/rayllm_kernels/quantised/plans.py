@@ -190,8 +190,8 @@ def plan_int4_stream(gpu: Hardware) -> Int4StreamPlan:
 def int4_stream_groups(scales: Tensor, group: int | None, num_warps: int, *, gated: bool) -> int:
     """How many groups of either half a stage has, if tensor copies can take their scales; else 0."""
     rows = scales.shape[1] // 2 if gated else scales.shape[1]
-    if group not in (32, 64, 128) or rows % 4 or scales.data_ptr() % 16:
-        return 0  # rows of copies are at multiples of 16 bytes
+    if group not in (32, 64, 128) or rows % 8 or scales.data_ptr() % 16:
+        return 0  # rows of copies are at multiples of 32 bytes; not all that were at multiples of 16 worked
     groups = num_warps * INT4_LINE // group
     return groups if groups >= LEAST_INT4_STREAM_GROUPS else 0
 

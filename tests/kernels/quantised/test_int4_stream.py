@@ -24,9 +24,9 @@ SHAPES = [
     (72, 768, None, torch.float16),
     (130, 2560, 64, torch.bfloat16),
     (24, 2304, 128, torch.float16),
-    (1000, 16384, 64, torch.bfloat16),
+    (1008, 16384, 64, torch.bfloat16),
     (96, 1536, 192, torch.bfloat16),
-    (56, 2048, 128, torch.bfloat16),
+    (48, 2048, 128, torch.bfloat16),
     (66, 512, 128, torch.bfloat16),
 ]
 
